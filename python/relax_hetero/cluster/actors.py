@@ -34,38 +34,19 @@ class HostState:
 
 
 class Actors:
-    """Actors of one replica.
-
-    Parameters
-    ----------
-    ray : object
-        The module ``ray``.
-    bindings : mapping of str to HostBinding
-        Bindings by host.
-    parts : mapping of str to Payload
-        Code of each host.
-    timeout : float
-        Seconds that Ray may take to start a host.
-    pause : callable
-        Sleeps for a number of seconds; raises if the cluster is closed.
-
-    Attributes
-    ----------
-    states : dict
-        State of each host.
-    """
+    """Actors of one replica."""
 
     def __init__(
         self,
-        ray: Any,
-        bindings: Mapping[str, HostBinding],
-        parts: Mapping[str, Payload],
-        timeout: float,
-        pause: Callable[[float], None],
+        ray: Any,  # the module ``ray``
+        bindings: Mapping[str, HostBinding],  # bindings by host
+        parts: Mapping[str, Payload],  # code of each host
+        timeout: float,  # seconds that Ray may take to start a host
+        pause: Callable[[float], None],  # sleeps for a number of seconds; raises if the cluster is closed
     ) -> None:
         self._ray, self._bindings, self._parts = ray, bindings, parts
         self._timeout, self._pause = timeout, pause
-        self.states = {host: HostState() for host in bindings}
+        self.states = {host: HostState() for host in bindings}  # state of each host
 
     @property
     def handles(self) -> dict[str, Any]:
@@ -75,13 +56,8 @@ class Actors:
     def start(self) -> None:
         """Start all hosts that are not ready in parallel, check them, and load their code.
 
-        Raises
-        ------
-        HostError
-            If a host cannot be scheduled within the timeout (its actor stays pending for the next try), dies, or has
-            other versions than this process.
-        HeteroError
-            If the code cannot be loaded.
+        Raises HostError if a host cannot be scheduled within the timeout (its actor stays pending for the next try),
+        dies, or has other versions than this process, and HeteroError if the code cannot be loaded.
         """
         missing = [host for host, state in self.states.items() if state.state != "ready"]
         for host in missing:

@@ -36,13 +36,7 @@ class HostBinding:
         return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "nothing"
 
     def options(self, ray: Any) -> dict[str, Any]:
-        """Options for Ray's ``Actor.options``.
-
-        Raises
-        ------
-        HostError
-            If `node` is not in Ray's cluster.
-        """
+        """Options for Ray's ``Actor.options``. Raises HostError if `node` is not in Ray's cluster."""
         options: dict[str, Any] = {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
@@ -69,10 +63,7 @@ class HostBinding:
 def bind_hosts(hosts: object, needed: Iterable[str]) -> dict[str, HostBinding]:
     """Check options and make the bindings of a program's hosts.
 
-    Raises
-    ------
-    HostError
-        If hosts are missing or unknown, or options are unknown or have values of another type.
+    Raises HostError if hosts are missing or unknown, or options are unknown or have values of another type.
     """
     if not isinstance(hosts, Mapping):
         kind = type(hosts).__name__

@@ -26,28 +26,18 @@ _HOST = runtime.device("cpu", 0)
 
 
 class ClusterCall:
-    """A submitted call.
+    """A submitted call."""
 
-    Parameters
-    ----------
-    name, plan
-        Name and plan of the function.
-    values : sequence of object
-        Encoded inputs.
-    fence : Fence
-        Gets the result.
-    retries : int
-        Number of retries after a host died.
-
-    Attributes
-    ----------
-    waiting_since : float
-        Time at which it began to wait for a replica (``time.monotonic``).
-    """
-
-    def __init__(self, name: str, plan: CallPlan, values: Sequence[Any], fence: Fence, retries: int) -> None:
+    def __init__(
+        self,
+        name: str,  # name of the function
+        plan: CallPlan,  # its plan
+        values: Sequence[Any],  # encoded inputs
+        fence: Fence,  # gets the result
+        retries: int,  # number of retries after a host died
+    ) -> None:
         self.name, self.plan, self.values, self.fence, self.retries = name, plan, list(values), fence, retries
-        self.waiting_since = time.monotonic()
+        self.waiting_since = time.monotonic()  # time at which it began to wait for a replica (``time.monotonic``)
 
     def copy_values(self) -> None:
         """Copy inputs, since the caller may change its arrays before they are sent."""
@@ -55,13 +45,7 @@ class ClusterCall:
 
 
 def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Check and encode the inputs of a call.
-
-    Raises
-    ------
-    BindingError
-        If arguments do not match the plan's signature.
-    """
+    """Check and encode the inputs of a call. Raises BindingError if arguments do not match the plan's signature."""
     signature = plan.signature or untyped_signature(name, plan.input_names)
     dims = DimValues()
     encoded: list[Any] = []
@@ -84,19 +68,8 @@ def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, An
 def result_of(call: ClusterCall, route: Route, messages: Sequence[Message]) -> Any:
     """Decode a call's result as TVM tensors on the CPU, in memory of their own.
 
-    Parameters
-    ----------
-    call : ClusterCall
-        Call that has ended.
-    route : Route
-        Route of its function.
-    messages : sequence of Message
-        Messages of the route's exits, in order.
-
-    Raises
-    ------
-    HeteroError
-        If a step failed; the error that it raised.
+    `call`: call that has ended; `route`: route of its function; `messages`: messages of the route's exits, in order.
+    Raises HeteroError if a step failed; the error that it raised.
     """
     received: dict[int, tuple[Any, ...]] = {}
     for task, message in zip(route.exits, messages, strict=True):

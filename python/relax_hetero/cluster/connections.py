@@ -65,34 +65,15 @@ class Address(NamedTuple):
 
 
 class Connection:
-    """One end of a connection: one thread may send while another one receives.
-
-    Parameters
-    ----------
-    sock : socket.socket
-        Connected socket.
-    peer : str
-        Name of the process at the other end.
-    blocks : SharedBlocks, optional
-        Memory that both ends share.
-    awaits_answer : bool
-        Whether the other end first says if it shares the memory, too.
-    problem : str
-        Reason why this end shares no memory, though both are on one node.
-
-    Attributes
-    ----------
-    problem : str
-        Reason why tensors go through the socket within a node; empty if they do not, or the answer has not come.
-    """
+    """One end of a connection: one thread may send while another one receives."""
 
     def __init__(
         self,
-        sock: socket.socket,
-        peer: str,
-        blocks: SharedBlocks | None = None,
-        awaits_answer: bool = False,
-        problem: str = "",
+        sock: socket.socket,  # connected socket
+        peer: str,  # name of the process at the other end
+        blocks: SharedBlocks | None = None,  # memory that both ends share
+        awaits_answer: bool = False,  # whether the other end first says if it shares the memory, too
+        problem: str = "",  # reason why this end shares no memory, though both are on one node
     ) -> None:
         sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
@@ -103,6 +84,8 @@ class Connection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE.items():
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        # `problem`: reason why tensors go through the socket within a node; empty if they do not, or the answer has not
+        # come.
         self._socket, self.peer, self._codec, self.problem = sock, peer, MessageCodec(), problem
         self._awaits_answer, self._offered = awaits_answer, blocks
         self._blocks = None if awaits_answer else blocks  # of messages that are sent
@@ -120,12 +103,7 @@ class Connection:
     def send(self, message: Message, wait: Callable[[Connection], None]) -> None:
         """Send a message, whose arrays may change once this returns.
 
-        Parameters
-        ----------
-        message : Message
-            Message; arrays in its values are contiguous.
-        wait : callable
-            Waits until the connection can take more.
+        `message`: message, arrays in its values are contiguous; `wait`: waits until the connection can take more.
         """
         body, arrays = self._codec.encode(message)
         block = NO_BLOCK if self._blocks is None else self._blocks.write(arrays)
@@ -225,18 +203,15 @@ def _fill(sock: socket.socket, view: memoryview) -> Generator[None, None, None]:
 
 
 class Peers:
-    """All connections of a process.
+    """All connections of a process."""
 
-    Parameters
-    ----------
-    connections : mapping of str to Connection
-        Connections by the name of the other process.
-    receives_while_sending : bool
-        Whether `send` takes what comes while it waits, because no other thread does. Otherwise two processes that send
-        large messages to each other would wait forever.
-    """
-
-    def __init__(self, connections: Mapping[str, Connection], receives_while_sending: bool) -> None:
+    def __init__(
+        self,
+        connections: Mapping[str, Connection],  # connections by the name of the other process
+        # Whether `send` takes what comes while it waits, because no other thread does. Otherwise two processes that
+        # send large messages to each other would wait forever.
+        receives_while_sending: bool,
+    ) -> None:
         self._connections, self._receives_while_sending = dict(connections), receives_while_sending
         self._by_descriptor = {connection.fileno(): connection for connection in connections.values()}
         self._arrived: list[Message] = []
@@ -251,20 +226,8 @@ class Peers:
     def receive(self, seconds: float | None = None) -> list[Message]:
         """Wait for something to come.
 
-        Parameters
-        ----------
-        seconds : float, optional
-            Maximum time to wait; None for no limit.
-
-        Returns
-        -------
-        list of Message
-            Messages that have come; empty if there are only parts of one.
-
-        Raises
-        ------
-        HostError
-            If a connection has ended.
+        `seconds`: maximum time to wait, None for no limit. Returns the messages that have come; empty if there are only
+        parts of one. Raises HostError if a connection has ended.
         """
         if not self._arrived:
             self._take(self._poll.poll(None if seconds is None else 1e3 * seconds))
@@ -294,27 +257,17 @@ class Peers:
 
 
 class Listener:
-    """Sockets at which a process waits for those of others.
+    """Sockets at which a process waits for those of others."""
 
-    Parameters
-    ----------
-    node : str
-        Ray's id of this process's node.
-    ip_address : str or None
-        IP address for processes of other nodes; None if there are none, so that no port is opened.
-    token : bytes
-        Token that processes send.
-
-    Attributes
-    ----------
-    address : Address
-        Where it listens.
-    is_cancelled : bool
-        Set by another thread to end `accept` soon.
-    """
-
-    def __init__(self, node: str, ip_address: str | None, token: bytes) -> None:
-        self.token, self.is_cancelled = token, False
+    def __init__(
+        self,
+        node: str,  # Ray's id of this process's node
+        # IP address for processes of other nodes; None if there are none, so that no port is opened.
+        ip_address: str | None,
+        token: bytes,  # token that processes send
+    ) -> None:
+        self.token = token
+        self.is_cancelled = False  # set by another thread to end `accept` soon
         self._sockets = [socket.socket(socket.AF_UNIX)]
         unix = b"\0relax_hetero-" + secrets.token_hex(16).encode()
         self._sockets[0].bind(unix)
@@ -323,20 +276,14 @@ class Listener:
             self._sockets.append(socket.create_server((ip_address, 0), family=family))
         for listening in self._sockets:
             listening.listen()
+        # Where it listens.
         self.address = Address(node, unix, self._sockets[1].getsockname()[:2] if ip_address else None)
 
     def accept(self, names: Mapping[int, str]) -> dict[str, Connection]:
         """Wait for other processes, and stop listening.
 
-        Parameters
-        ----------
-        names : mapping of int to str
-            Names of the processes by index.
-
-        Raises
-        ------
-        HostError
-            If they have not connected within `CONNECT_SECONDS`, or it is cancelled.
+        `names`: names of the processes by index. Raises HostError if they have not connected within `CONNECT_SECONDS`,
+        or it is cancelled.
         """
         connections: dict[str, Connection] = {}
         end = time.monotonic() + CONNECT_SECONDS
@@ -373,29 +320,15 @@ class Listener:
     __del__ = close
 
 
-def connect(address: Address, node: str, token: bytes, index: int, peer: str, copies: bool = False) -> Connection:
-    """Connect to a process.
-
-    Parameters
-    ----------
-    address : Address
-        Where the other process listens.
-    node : str
-        Ray's id of this process's node.
-    token : bytes
-        Token of the replica.
-    index : int
-        Index of this process.
-    peer : str
-        Name of the other process.
-    copies : bool
-        Whether to copy received arrays, for `SharedBlocks`.
-
-    Raises
-    ------
-    HostError
-        If it cannot be reached.
-    """
+def connect(
+    address: Address,  # where the other process listens
+    node: str,  # Ray's id of this process's node
+    token: bytes,  # token of the replica
+    index: int,  # index of this process
+    peer: str,  # name of the other process
+    copies: bool = False,  # whether to copy received arrays, for `SharedBlocks`
+) -> Connection:
+    """Connect to a process. Raises HostError if it cannot be reached."""
     sock, blocks, greeting = None, None, token + _INDEX.pack(index)
     try:
         sock, problem = _reach(address, node)

@@ -64,21 +64,9 @@ _WARM_UP_BYTES = (1, 1 << 20)
 class GpuLink:
     """One end of a link.
 
-    Not thread-safe, except for `abort`.
-
-    Parameters
-    ----------
-    gpu : int
-        Index of the GPU in this process.
-    limit : float
-        Seconds that `connect` and `synchronize` wait for the peer.
-    nccl, library
-        NCCL and the CUDA driver; by default those of this machine.
-
-    Raises
-    ------
-    HostError
-        If there is no GPU or no NCCL.
+    Not thread-safe, except for `abort`. `gpu`: index of the GPU in this process; `limit`: seconds that `connect` and
+    `synchronize` wait for the peer; `nccl`, `library`: NCCL and the CUDA driver, by default those of this machine.
+    Raises HostError if there is no GPU or no NCCL.
     """
 
     def __init__(
@@ -109,19 +97,9 @@ class GpuLink:
     def connect(self, rank: int, link_id: Any, ranks: int = 2) -> None:
         """Connect to the peer, which must call this at the same time.
 
-        Parameters
-        ----------
-        rank : int
-            `SENDER` or `RECEIVER`.
-        link_id : object
-            Identifier from `create_id`.
-        ranks : int
-            Number of ranks; 1 for a loopback link, for `exchange`.
-
-        Raises
-        ------
-        HostError
-            If the peer does not come in time, or NCCL fails (both on one GPU, no path between them).
+        `rank`: `SENDER` or `RECEIVER`; `link_id`: identifier from `create_id`; `ranks`: number of ranks, 1 for a
+        loopback link, for `exchange`. Raises HostError if the peer does not come in time, or NCCL fails (both on one
+        GPU, no path between them).
         """
         self._peer = (rank + 1) % ranks
         failures: list[Exception] = []
@@ -144,22 +122,14 @@ class GpuLink:
         """Send contiguous tensors of this GPU after the work on the machine's stream; returns at once.
 
         The receiver must receive as many at once. Tensors must not be changed before they are sent: `finish` makes the
-        machine's stream wait for that.
-
-        Raises
-        ------
-        HostError
-            If the link is not connected or has failed.
+        machine's stream wait for that. Raises HostError if the link is not connected or has failed.
         """
         self.exchange(tensors, ())
 
     def receive(self, shape: Sequence[int], dtype: str) -> runtime.Tensor:
         """Receive the next tensor on this GPU; returns at once, and the machine's stream waits for it.
 
-        Raises
-        ------
-        HostError
-            If the link is not connected or has failed.
+        Raises HostError if the link is not connected or has failed.
         """
         return self.receive_all([(tuple(shape), dtype)])[0]
 
@@ -173,10 +143,7 @@ class GpuLink:
     def exchange(self, sent: Sequence[runtime.Tensor], received: Sequence[runtime.Tensor]) -> None:
         """Send tensors and receive into others at once; empty tensors are skipped.
 
-        Raises
-        ------
-        HostError
-            If the link is not connected or has failed; then only `abort` is possible.
+        Raises HostError if the link is not connected or has failed; then only `abort` is possible.
         """
         communicator = self._ready()
         try:
@@ -204,15 +171,8 @@ class GpuLink:
     def synchronize(self, limit: float | None = None) -> None:
         """Wait for all operations.
 
-        Parameters
-        ----------
-        limit : float, optional
-            Timeout in seconds; by default the link's.
-
-        Raises
-        ------
-        HostError
-            If they do not end in time, or fail; then the link is aborted, and their tensors are undefined.
+        `limit`: timeout in seconds; by default the link's. Raises HostError if they do not end in time, or fail; then
+        the link is aborted, and their tensors are undefined.
         """
         begin = time.monotonic()
         end = begin + (self._limit if limit is None else limit)
@@ -329,16 +289,8 @@ class HostLinks:
     """Links of one host.
 
     A step calls `receive` for its messages, `announce` for its results, and `send_announced` once all messages are
-    encoded: encoding may synchronize with CUDA, which would wait for the peer (see the module's docstring).
-
-    Parameters
-    ----------
-    host : str
-        Logical name of the host.
-    machine : VirtualMachine
-        Machine of the host.
-    make : callable, optional
-        Function from the index of a GPU to a link's end.
+    encoded: encoding may synchronize with CUDA, which would wait for the peer (see the module's docstring). `host`:
+    logical name of the host; `machine`: machine of the host; `make`: function from the index of a GPU to a link's end.
     """
 
     def __init__(self, host: str, machine: VirtualMachine, make: Callable[[int], Any] | None = None) -> None:
@@ -441,11 +393,7 @@ class HostLinks:
         """Receive the tensors that a message announces; return its values, or the failure.
 
         Must be called for all messages of a step, even if one of them is a failure: their tensors are on the way.
-
-        Raises
-        ------
-        HostError
-            If a link has failed, or its tensors are not the announced ones.
+        Raises HostError if a link has failed, or its tensors are not the announced ones.
         """
         if isinstance(values, Failure):
             return values

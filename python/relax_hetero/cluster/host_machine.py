@@ -87,12 +87,8 @@ class Mailboxes:
 class HostMachine:
     """Ray actor with the machine of one host.
 
-    Parameters
-    ----------
-    host : str
-        Logical name of the host.
-    threads : int
-        Number of threads of its kernels; 0 for as many as they were compiled for.
+    `host`: logical name of the host; `threads`: number of threads of its kernels, 0 for as many as they were compiled
+    for.
     """
 
     def __init__(self, host: str, threads: int) -> None:
@@ -174,19 +170,8 @@ class HostMachine:
     def run_tasks(self, token: bytes, addresses: Mapping[str, Address], in_order: Sequence[int]) -> str:
         """Connect with the other processes, and run tasks until a connection ends.
 
-        Parameters
-        ----------
-        token : bytes
-            Token of the connections.
-        addresses : mapping of str to Address
-            Addresses of all hosts.
-        in_order : sequence of int
-            Routes whose calls run one after the other.
-
-        Returns
-        -------
-        str
-            Reason of the end.
+        `token`: token of the connections; `addresses`: addresses of all hosts; `in_order`: routes whose calls run one
+        after the other. Returns the reason of the end.
         """
         if self._listener is None or self._listener.token != token:
             return "the replica has been connected again"
@@ -211,13 +196,7 @@ class HostMachine:
         return None if self._links is None else getattr(self._links, method)(*args)
 
     def step(self, route: int, number: int, *messages: Message) -> list[Message]:
-        """Run a task of a route for one call.
-
-        Returns
-        -------
-        list of Message
-            Message for each target of the task.
-        """
+        """Run a task of a route for one call. Returns the message for each target of the task."""
         function, call = messages[0].function, messages[0].call
         task = self._routes[route].tasks[number]
         work = task.work[function]
@@ -253,13 +232,7 @@ class HostMachine:
         return True
 
     def run(self, call: int, run: HostRun, values: Sequence[Any]) -> Any:
-        """Run this host's part of a function whose hosts exchange messages.
-
-        Returns
-        -------
-        list or Failure
-            Encoded leaves of its result.
-        """
+        """Run this host's part of a function whose hosts exchange messages; return the encoded leaves of its result."""
         try:
             return self._mailboxes.run(self._machine, call, run, values)
         except Exception as error:

@@ -62,15 +62,7 @@ LinkTexts = dict[str, dict[str, str]]
 
 
 def plan_links(route: Route, infos: Mapping[str, GpuInfo]) -> tuple[list[Link], LinkTexts]:
-    """Plan the links of a route, and describe them.
-
-    Parameters
-    ----------
-    route : Route
-        Route of the graph.
-    infos : mapping of str to GpuInfo
-        GPUs of each host.
-    """
+    """Plan the links of a route, and describe them. `infos`: GPUs of each host."""
     links: list[Link] = []
     texts: LinkTexts = {}
     for source, task in enumerate(route.tasks):
@@ -92,24 +84,15 @@ def plan_links(route: Route, infos: Mapping[str, GpuInfo]) -> tuple[list[Link], 
     return links, texts
 
 
-def connect_links(ray: Any, actors: Mapping[str, Any], infos: Mapping[str, GpuInfo], route: Route) -> LinkTexts:
+def connect_links(
+    ray: Any,  # the module ``ray``
+    actors: Mapping[str, Any],  # actors by host
+    infos: Mapping[str, GpuInfo],  # results of `HostMachine.connect` by host
+    route: Route,  # route of the graph
+) -> LinkTexts:
     """Connect the links of a route; tensors of links that fail go through host memory.
 
-    Parameters
-    ----------
-    ray : object
-        The module ``ray``.
-    actors : mapping of str to object
-        Actors by host.
-    infos : mapping of str to GpuInfo
-        Results of `HostMachine.connect` by host.
-    route : Route
-        Route of the graph.
-
-    Returns
-    -------
-    LinkTexts
-        Descriptions of how tensors go from GPU to GPU.
+    Returns descriptions of how tensors go from GPU to GPU.
     """
     links, texts = plan_links(route, infos)
     if not links:
@@ -182,11 +165,7 @@ def _values_by_gpus(
 
 
 def _find_problem(
-    tasks: Sequence[Task],
-    source: int,
-    target: int,
-    gpu_pairs: Iterable[tuple[int, int]],
-    infos: Mapping[str, GpuInfo],
+    tasks: Sequence[Task], source: int, target: int, gpu_pairs: Iterable[tuple[int, int]], infos: Mapping[str, GpuInfo]
 ) -> str:
     """Reason why there can be no link between two tasks; empty if there can."""
     hosts = tasks[source].host, tasks[target].host

@@ -57,22 +57,12 @@ class Mailbox:
 class CallMessages:
     """Sends and receives of one host during a call.
 
-    Parameters
-    ----------
-    mailbox : Mailbox
-        Mailbox of this host.
-    deliver : Deliver
-        Delivers a value to another host.
-    encode, decode : callable
-        Conversions between values of the machine and values in messages; decoded values own their memory.
+    `mailbox`: mailbox of this host; `deliver`: delivers a value to another host; `encode`, `decode`: conversions
+    between values of the machine and values in messages, decoded values own their memory.
     """
 
     def __init__(
-        self,
-        mailbox: Mailbox,
-        deliver: Deliver,
-        encode: Callable[[Any], Any],
-        decode: Callable[[Any], Any],
+        self, mailbox: Mailbox, deliver: Deliver, encode: Callable[[Any], Any], decode: Callable[[Any], Any]
     ) -> None:
         self._mailbox, self._deliver, self._encode, self._decode = mailbox, deliver, encode, decode
         self._sent: dict[int, int] = {}

@@ -42,19 +42,8 @@ Payload = FilePayload | BytesPayload | ModulePayload
 def pack(part: Any, host: str, put: Callable[[Any], Any]) -> Payload:
     """Make the payload of a host's code.
 
-    Parameters
-    ----------
-    part : Part
-        Code of the host.
-    host : str
-        Logical name of the host, for errors.
-    put : callable
-        Function that puts a value into the object store and returns a reference.
-
-    Raises
-    ------
-    HeteroError
-        If the code is of another type.
+    `part`: code of the host; `host`: logical name of the host, for errors; `put`: function that puts a value into the
+    object store and returns a reference. Raises HeteroError if the code is of another type.
     """
     import tvm
 

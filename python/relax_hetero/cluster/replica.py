@@ -88,43 +88,20 @@ class Callbacks:
 
 
 class Replica:
-    """One of several complete sets of hosts.
-
-    Parameters
-    ----------
-    ray : object
-        The module ``ray``.
-    number : int
-        Index of the replica.
-    actors : callable
-        Makes the actors, from a function that sleeps.
-    routes : sequence of Route
-        Routes of the program.
-    in_flight : int
-        Maximum number of calls in flight.
-    callbacks : Callbacks
-        Called at ends of calls and changes of state.
-
-    Attributes
-    ----------
-    in_flight : int
-        Number of calls in flight, which the cluster counts.
-    limit : int
-        Maximum number of calls in flight.
-    problem : HeteroError or None
-        Reason why it is not ready; None if it is, or if the reason is unknown.
-    """
+    """One of several complete sets of hosts."""
 
     def __init__(
         self,
-        ray: Any,
-        number: int,
-        actors: Callable[[Callable[[float], None]], Actors],
-        routes: Sequence[Route],
-        in_flight: int,
-        callbacks: Callbacks,
+        ray: Any,  # the module ``ray``
+        number: int,  # index of the replica
+        actors: Callable[[Callable[[float], None]], Actors],  # makes the actors, from a function that sleeps
+        routes: Sequence[Route],  # routes of the program
+        in_flight: int,  # maximum number of calls in flight
+        callbacks: Callbacks,  # called at ends of calls and changes of state
     ) -> None:
-        self.number, self.in_flight, self.limit = number, 0, in_flight
+        self.number, self.limit = number, in_flight
+        self.in_flight = 0  # number of calls in flight, which the cluster counts
+        # Reason why it is not ready; None if it is, or if the reason is unknown.
         self.problem: HeteroError | None = None
         self.is_ready = False
         self._ray, self._routes, self._callbacks = ray, tuple(routes), callbacks
@@ -162,19 +139,15 @@ class Replica:
             for host, state in self._actors.states.items()
         }
 
-    def submit(self, call: ClusterCall, waits: bool, taken: list[Replica]) -> None:
-        """Take a call and send its inputs, if the replica is ready.
-
-        Parameters
-        ----------
-        call : ClusterCall
-            The call.
-        waits : bool
-            Whether the caller waits for the result. If no other call is in flight, its own thread then reads it, which
-            saves two thread switches.
-        taken : list of Replica
-            Gets this replica if it will report the call's end, even if Ctrl-C is raised.
-        """
+    def submit(
+        self,
+        call: ClusterCall,
+        # Whether the caller waits for the result. If no other call is in flight, its own thread then reads it, which
+        # saves two thread switches.
+        waits: bool,
+        taken: list[Replica],  # gets this replica if it will report the call's end, even if Ctrl-C is raised
+    ) -> None:
+        """Take a call and send its inputs, if the replica is ready."""
         with self._sending:
             graph = self._graph
             if not self.is_ready:

@@ -45,19 +45,9 @@ def create_blocks() -> int:
 class SharedBlocks:
     """One end of a connection's memory.
 
-    Parameters
-    ----------
-    descriptor : int
-        Result of `create_blocks`, which the constructor closes.
-    end : int
-        0 in one of the two processes, and 1 in the other.
-    copies : bool
-        Whether `read` returns copies, because received arrays may live for long.
-
-    Raises
-    ------
-    OSError
-        If the process may not map so much memory.
+    `descriptor`: result of `create_blocks`, which the constructor closes; `end`: 0 in one of the two processes, and 1
+    in the other; `copies`: whether `read` returns copies, because received arrays may live for long. Raises OSError if
+    the process may not map so much memory.
     """
 
     def __init__(self, descriptor: int, end: int, copies: bool = False) -> None:
@@ -73,10 +63,7 @@ class SharedBlocks:
     def write(self, arrays: Sequence[memoryview]) -> int:
         """Copy the bytes of arrays to a free block.
 
-        Returns
-        -------
-        int
-            Index of the block; `NO_BLOCK` if there are too few bytes or too many, or no block is free.
+        Returns the index of the block; `NO_BLOCK` if there are too few bytes or too many, or no block is free.
         """
         nbytes = sum([_padded(array.nbytes) for array in arrays])
         if not MIN_BYTES <= nbytes <= BLOCK_BYTES:
@@ -95,12 +82,7 @@ class SharedBlocks:
     def read(self, index: int, sizes: Sequence[int]) -> list[np.ndarray]:
         """Make arrays of bytes of a block that the other end has written, once for each message.
 
-        Parameters
-        ----------
-        index : int
-            Result of `write`.
-        sizes : sequence of int
-            Bytes of each array.
+        `index`: result of `write`; `sizes`: bytes of each array.
         """
         block = np.ndarray(BLOCK_BYTES, np.uint8, self._memory, _FLAGS_BYTES + index * BLOCK_BYTES)
         arrays, begin = [], 0

@@ -28,46 +28,19 @@ _END_SECONDS = 3.0
 
 
 class TaskGraph:
-    """The caller's end of a replica's connections.
-
-    Parameters
-    ----------
-    ray : object
-        The module ``ray``.
-    actors : mapping of str to object
-        Actors by host.
-    addresses : mapping of str to Address
-        Where the hosts listen.
-    token : bytes
-        Token of the connections.
-    routes : sequence of Route
-        Routes of the program.
-    in_order : sequence of int
-        Routes whose calls run one after the other on each host.
-
-    Attributes
-    ----------
-    calls : dict
-        Calls in flight by their keys, which the replica adds and removes.
-    socket_reasons : dict of str to dict of str to str
-        For hosts that share no memory with others of their node, the reasons by the other process.
-
-    Raises
-    ------
-    HostError
-        If the processes cannot connect.
-    """
+    """The caller's end of a replica's connections. Raises HostError if the processes cannot connect."""
 
     def __init__(
         self,
-        ray: Any,
-        actors: Mapping[str, Any],
-        addresses: Mapping[str, Address],
-        token: bytes,
-        routes: Sequence[Route],
-        in_order: Sequence[int],
+        ray: Any,  # the module ``ray``
+        actors: Mapping[str, Any],  # actors by host
+        addresses: Mapping[str, Address],  # where the hosts listen
+        token: bytes,  # token of the connections
+        routes: Sequence[Route],  # routes of the program
+        in_order: Sequence[int],  # routes whose calls run one after the other on each host
     ) -> None:
-        self.calls: dict[tuple[int, int], Any] = {}
+        self.calls: dict[tuple[int, int], Any] = {}  # calls in flight by their keys, which the replica adds and removes
+        # For hosts that share no memory with others of their node, the reasons by the other process.
         self.socket_reasons: dict[str, dict[str, str]] = {}
         self._ray, self._routes = ray, tuple(routes)
         self._route_of = route_indices(routes)
@@ -97,19 +70,8 @@ class TaskGraph:
     def send(self, key: tuple[int, int], function: str, values: Sequence[Any]) -> None:
         """Send a call's inputs, from one thread at a time.
 
-        Parameters
-        ----------
-        key : (int, int)
-            Result of `new_key`.
-        function : str
-            Function of the program.
-        values : sequence of object
-            Encoded inputs of the call.
-
-        Raises
-        ------
-        HostError
-            If a host has died.
+        `key`: result of `new_key`; `function`: function of the program; `values`: encoded inputs of the call. Raises
+        HostError if a host has died.
         """
         route = self._routes[key[0]]
         for task, inputs in route.sent[function].items():
@@ -119,15 +81,8 @@ class TaskGraph:
     def receive(self) -> list[tuple[tuple[int, int], list[Message]]]:
         """Wait for results, in one thread at a time.
 
-        Returns
-        -------
-        list of ((int, int), list of Message)
-            Calls that have ended: key, and messages of the route's exits in order. May be empty.
-
-        Raises
-        ------
-        HostError
-            If a host has died.
+        Returns the calls that have ended: key, and messages of the route's exits in order; maybe none. Raises HostError
+        if a host has died.
         """
         return [ended for message in self._receive() for ended in self._complete(message)]
 
@@ -181,29 +136,16 @@ class _HostCall:
 
 
 class TaskLoop:
-    """Runs the tasks of a host.
-
-    Parameters
-    ----------
-    host : str
-        Logical name of the host.
-    routes : sequence of Route
-        Routes of the program.
-    connections : mapping of str to Connection
-        Connections with all other processes.
-    run : callable
-        Function of a route's index, a task's index, and the task's messages, that returns a message for each target.
-    in_order : sequence of int
-        Routes of which each call's tasks run before those of the next call.
-    """
+    """Runs the tasks of a host."""
 
     def __init__(
         self,
-        host: str,
-        routes: Sequence[Route],
-        connections: Mapping[str, Connection],
+        host: str,  # logical name of the host
+        routes: Sequence[Route],  # routes of the program
+        connections: Mapping[str, Connection],  # connections with all other processes
+        # Function of a route's index, a task's index, and the task's messages, that returns a message for each target.
         run: Callable[..., Sequence[Message]],
-        in_order: Sequence[int],
+        in_order: Sequence[int],  # routes of which each call's tasks run before those of the next call
     ) -> None:
         self._host, self._routes, self._run = host, routes, run
         self._socket_reasons = {name or "caller": each.problem for name, each in connections.items() if each.problem}

@@ -31,13 +31,7 @@ class IOBinding:
         self.bind_ortvalue_input(name, OrtValue(arr_on_cpu))
 
     def bind_input(
-        self,
-        name: str,
-        device_type: str,
-        device_id: int,
-        element_type: Any,
-        shape: Sequence[int],
-        buffer_ptr: int,
+        self, name: str, device_type: str, device_id: int, element_type: Any, shape: Sequence[int], buffer_ptr: int
     ) -> None:
         """Bind memory, which the caller keeps until the call ends."""
         self.bind_ortvalue_input(name, memory_at(buffer_ptr, device_type, device_id, element_type, shape))

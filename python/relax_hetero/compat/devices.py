@@ -71,16 +71,11 @@ def normalized(
     return chosen
 
 
-def vdevices_of(chosen: dict[str, dict[str, str]], threads: int) -> list[Any]:
-    """The devices that the module is placed over, the first being the default.
-
-    Parameters
-    ----------
-    chosen : dict of str to dict
-        Options by provider, as `normalized` returns them.
-    threads : int
-        Number of threads of the CPU; 0 for all cores.
-    """
+def vdevices_of(
+    chosen: dict[str, dict[str, str]],  # options by provider, as `normalized` returns them
+    threads: int,  # number of threads of the CPU; 0 for all cores
+) -> list[Any]:
+    """The devices that the module is placed over, the first being the default."""
     devices: list[Any] = []
     for name, options in chosen.items():
         kind = KINDS[name]

@@ -84,16 +84,11 @@ class Graph:
         )
 
 
-def read_graph(model: ModelSource, options: SessionOptions) -> Graph:
-    """Read a model, and apply the options that change it.
-
-    Parameters
-    ----------
-    model : ModelSource
-        File, bytes or proto.
-    options : SessionOptions
-        Fixed dimensions, and initializers that replace the model's.
-    """
+def read_graph(
+    model: ModelSource,  # file, bytes or proto
+    options: SessionOptions,  # fixed dimensions, and initializers that replace the model's
+) -> Graph:
+    """Read a model, and apply the options that change it."""
     proto, _, path, _ = read_model(model)
     labels = _labels(proto.graph)
     if labels or options._dimensions or options._denotations or options._initializers:

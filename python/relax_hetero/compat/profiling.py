@@ -13,13 +13,7 @@ from relax_hetero.vm.machine import VirtualMachine
 
 
 class SessionProfile:
-    """Events of a session since it was made.
-
-    Parameters
-    ----------
-    prefix : str
-        Beginning of the file's name.
-    """
+    """Events of a session since it was made, in a file whose name begins with `prefix`."""
 
     def __init__(self, prefix: str) -> None:
         self.start = time.perf_counter_ns()

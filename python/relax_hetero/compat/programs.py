@@ -28,21 +28,15 @@ _Key = tuple[Any, ...]
 
 
 class Programs:
-    """Virtual machines of one model, made when they are needed.
+    """Virtual machines of one model, made when they are needed."""
 
-    Parameters
-    ----------
-    graph : Graph
-        Model.
-    vdevices : list
-        Devices, the first being the default.
-    per_shape : bool
-        Whether each shape of inputs gets a program of its own.
-    threads : dict of str to object
-        Threads of the machines: `threads` and `spin` of `VirtualMachine`.
-    """
-
-    def __init__(self, graph: Graph, vdevices: list[Any], per_shape: bool, threads: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        vdevices: list[Any],  # devices, the first being the default
+        per_shape: bool,  # whether each shape of inputs gets a program of its own
+        threads: dict[str, Any],  # threads of the machines: `threads` and `spin` of `VirtualMachine`
+    ) -> None:
         self._graph = graph
         self._threads = threads
         self._vdevices = None if vdevices == ["llvm"] else vdevices

@@ -160,10 +160,7 @@ class InferenceSession:
     # Calls
 
     def run(
-        self,
-        output_names: Sequence[str] | None,
-        input_feed: Mapping[str, Any],
-        run_options: RunOptions | None = None,
+        self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: RunOptions | None = None
     ) -> list[Any]:
         """Call the model.
 
@@ -364,13 +361,7 @@ def _array_of_result(tensor: Any) -> np.ndarray:
 
 
 class _InputType:
-    """Type of an input, and the check of its arguments.
-
-    Parameters
-    ----------
-    arg : NodeArg
-        Input.
-    """
+    """Type of an input, and the check of its arguments."""
 
     def __init__(self, arg: NodeArg) -> None:
         self._name, self._shape = arg.name, arg.shape

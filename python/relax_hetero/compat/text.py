@@ -140,17 +140,13 @@ _TEXT_OPS = {(op.op_domain, op.__name__) for op in _OPS} | {("", "StringConcat")
 
 
 class TextSteps:
-    """The ops of a model that change strings, and what they read.
+    """The ops of a model that change strings, and what they read."""
 
-    Parameters
-    ----------
-    model : onnx.ModelProto
-        Model of these ops, whose outputs the program takes.
-    passed : set of str
-        Inputs of the session that the program takes, too.
-    """
-
-    def __init__(self, model: onnx.ModelProto, passed: set[str]) -> None:
+    def __init__(
+        self,
+        model: onnx.ModelProto,  # model of these ops, whose outputs the program takes
+        passed: set[str],  # inputs of the session that the program takes, too
+    ) -> None:
         self._evaluator = ReferenceEvaluator(model, new_ops=list(_OPS))
         self._inputs = [info.name for info in model.graph.input]
         self._outputs = [info.name for info in model.graph.output]

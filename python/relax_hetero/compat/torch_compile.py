@@ -27,30 +27,15 @@ if "torch" in sys.modules:
 
 
 def compile_graph(
-    graph: Any, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, mode: str | None = None
+    graph: Any,  # graph with its parameters
+    example_inputs: Sequence[Any],  # inputs, of which parameters and buffers become constants
+    # ``vdevices`` and ``placement``, as `from_torch` takes them; by default the devices of the inputs.
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,  # mode of PyTorch's own compiler, which has no effect here; a log line says so
 ) -> Callable[..., Any]:
     """The function that replaces a graph (a backend of ``torch.compile``).
 
-    Parameters
-    ----------
-    graph : torch.fx.GraphModule
-        Graph with its parameters.
-    example_inputs : sequence
-        Inputs, of which parameters and buffers become constants.
-    options : mapping, optional
-        ``vdevices`` and ``placement``, as `from_torch` takes them; by default the devices of the inputs.
-    mode : str, optional
-        Mode of PyTorch's own compiler, which has no effect here; a log line says so.
-
-    Returns
-    -------
-    callable
-        Function of the graph's inputs.
-
-    Raises
-    ------
-    HeteroError
-        Unknown options.
+    Returns a function of the graph's inputs. Raises HeteroError for unknown options.
     """
     import torch
 
@@ -64,19 +49,14 @@ def compile_graph(
 
 
 class _GraphProgram:
-    """A graph, compiled at its first call, and again after its weights have been written to.
+    """A graph, compiled at its first call, and again after its weights have been written to."""
 
-    Parameters
-    ----------
-    graph : torch.fx.GraphModule
-        Graph.
-    name : str
-        Name in messages.
-    options : dict of str to object
-        Options of the back end.
-    """
-
-    def __init__(self, graph: Any, name: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        name: str,  # name in messages
+        options: dict[str, Any],  # options of the back end
+    ) -> None:
         self._graph, self._name, self._options = graph, name, options
         self._machine: VirtualMachine | None = None
         self._is_refused = False

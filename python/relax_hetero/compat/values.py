@@ -97,22 +97,14 @@ class _Memory:
         return self._device
 
 
-def memory_at(address: int, device_type: str, device_id: int, element_type: Any, shape: Sequence[int]) -> OrtValue:
-    """The value in memory that the caller keeps.
-
-    Parameters
-    ----------
-    address : int
-        Address of the first element.
-    device_type : str
-        Name of the device's type.
-    device_id : int
-        Number of the device.
-    element_type : object
-        Element type of numpy or ONNX.
-    shape : sequence of int
-        Extents.
-    """
+def memory_at(
+    address: int,  # address of the first element
+    device_type: str,  # name of the device's type
+    device_id: int,  # number of the device
+    element_type: Any,  # element type of numpy or ONNX
+    shape: Sequence[int],  # extents
+) -> OrtValue:
+    """The value in memory that the caller keeps."""
     dtype, shape = _dtype(element_type), [int(size) for size in shape]
     if device_type == "cpu":
         nbytes = int(np.prod(shape)) * dtype.itemsize

@@ -24,12 +24,8 @@ def bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
     """Replace parameters of all functions by `params`; symbolic extents that these determine become numbers.
 
     A function's parameters are those after its ``num_input``, or all without that attribute; ``main``'s inputs can be
-    bound, too. Functions that other functions call are not changed: their callers pass them weights.
-
-    Raises
-    ------
-    BuildError
-        Not a mapping from names, an unknown name, or a value that does not fit its parameter's type.
+    bound, too. Functions that other functions call are not changed: their callers pass them weights. Raises BuildError
+    if they are not a mapping from names, a name is unknown, or a value does not fit its parameter's type.
     """
     if not isinstance(params, Mapping):
         kind = type(params).__name__

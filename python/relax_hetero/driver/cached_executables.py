@@ -110,26 +110,18 @@ class FileRequest:
 
     A file is identified by its size and times, not by its content. Each change of it makes a new request, whose module
     may be found in the cache by its content.
-
-    Parameters
-    ----------
-    files : sequence of FileState
-        Files that the module depends on, before they were opened; without any, the cache is not used.
-    vdevices : sequence of relax.VDevice
-        Its devices.
-    options : str
-        All options of the import and of ``rh.compile``.
-
-    Attributes
-    ----------
-    is_cacheable : bool
-        Whether the cache may have the executable.
     """
 
-    def __init__(self, files: Sequence[FileState], vdevices: Sequence[relax.VDevice], options: str) -> None:
+    def __init__(
+        self,
+        # Files that the module depends on, before they were opened; without any, the cache is not used.
+        files: Sequence[FileState],
+        vdevices: Sequence[relax.VDevice],  # its devices
+        options: str,  # all options of the import and of ``rh.compile``
+    ) -> None:
         targets = targets_of(vdevices)
         self._folder = None if not files or why_uncached_for(targets) else resolve_cache_folder()
-        self.is_cacheable = self._folder is not None
+        self.is_cacheable = self._folder is not None  # whether the cache may have the executable
         if self.is_cacheable:
             identities = repr(list(map(tuple, files)))
             parts = [*surroundings(targets), *(str(vdevice) for vdevice in vdevices), identities, options]

@@ -91,12 +91,8 @@ from .signatures import function_signatures
 def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDeviceSpec] | None) -> tuple[int, ...]:
     """Indices of the optional devices in the module's list.
 
-    Raises
-    ------
-    VDeviceError
-        A device that the module lacks, a repeated one, or a CPU.
-    BuildError
-        The module is lowered, and refers to devices in code.
+    Raises VDeviceError for a device that the module lacks, a repeated one, or a CPU, and BuildError if the module is
+    lowered, and refers to devices in code.
     """
     if optional is None:
         return ()
@@ -127,10 +123,7 @@ def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDevice
 def without_devices(mod: tvm.IRModule, omitted: Sequence[int]) -> tvm.IRModule:
     """Move the work of some devices to the fallback device.
 
-    Parameters
-    ----------
-    omitted : sequence of int
-        Indices of these devices in the module's list.
+    `omitted`: indices of these devices in the module's list.
     """
     vdevices = vdevices_of(mod)
     remaining = [vdevice for index, vdevice in enumerate(vdevices) if index not in omitted]
@@ -152,10 +145,7 @@ def without_devices(mod: tvm.IRModule, omitted: Sequence[int]) -> tvm.IRModule:
 def check_module(mod: tvm.IRModule) -> None:
     """Refuse a module that cannot be compiled.
 
-    Raises
-    ------
-    BuildError
-        The module is invalid; the message names the function, the op and the variable.
+    Raises BuildError if the module is invalid; the message names the function, the op and the variable.
     """
     functions = relax_functions(mod)
     if not any(func.attrs and "global_symbol" in func.attrs for func in mod.functions.values()):
@@ -450,10 +440,7 @@ def prepare_module(
 ) -> tvm.IRModule:
     """Check a module, bind its weights, and store options of `compile` as attributes.
 
-    Raises
-    ------
-    HeteroError
-        Errors as in `compile`; messages begin with `caller`.
+    Raises the errors of `compile`; messages begin with `caller`.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"{caller}: {describe_value(mod, caller)}; expected a tvm.IRModule")
@@ -574,10 +561,7 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
 def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
     """The memory plan of a module, as `rh.compile` makes it.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module with dispatches, and optionally command buffers and schedules; lowered or not.
+    `mod`: module with dispatches, and optionally command buffers and schedules; lowered or not.
     """
     lowered, graphs = graph_tables(LowerToVM()(mod))
     vdevices = vdevices_of(lowered)

@@ -54,15 +54,7 @@ _SWITCHED_OFF = "switched off"
 def why_uncached(mod: tvm.IRModule) -> str:
     """The reason why a module cannot be cached: a dependency lacks a key, or its passes are being observed.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module with vdevices.
-
-    Returns
-    -------
-    str
-        Reason, or an empty text.
+    Returns the reason, or an empty text.
     """
     if external_modules(mod):
         return "the module contains compiled code (external modules)"
@@ -72,25 +64,14 @@ def why_uncached(mod: tvm.IRModule) -> str:
     return why_uncached_for(targets_of(vdevices_of(mod)))
 
 
-def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
+def compile_key(
+    mod: tvm.IRModule,  # module with vdevices and bound weights, for which `why_uncached` is empty
+    command_buffers: bool,  # option of ``rh.compile``
+) -> str:
     """The key of a compilation; compilations with equal keys make the same executable, in any process.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module with vdevices and bound weights, for which `why_uncached` is empty.
-    command_buffers : bool
-        Option of ``rh.compile``.
-
-    Returns
-    -------
-    str
-        40 hexadecimal digits.
-
-    Raises
-    ------
-    Exception
-        TVM's exception if the module, or a setting of the PassContext, cannot be written as JSON.
+    Returns 40 hexadecimal digits. Raises TVM's exception if the module, or a setting of the PassContext, cannot be
+    written as JSON.
     """
     text, constants = _split_constants(mod)
     parts = [*surroundings(targets_of(vdevices_of(mod))), str(command_buffers), text]
@@ -153,33 +134,17 @@ MIN_COMPILE_SECONDS = 1.0
 
 
 def load_or_build(
-    mod: tvm.IRModule,
+    mod: tvm.IRModule,  # module with vdevices and bound weights
+    # Argument of `resolve_cache_folder`; None stores only modules whose compilation took `MIN_COMPILE_SECONDS`.
     cache: bool | str | os.PathLike[str] | None,
-    command_buffers: bool,
+    command_buffers: bool,  # option of ``rh.compile``, part of the key
+    # Function that compiles the module; its argument is the folder, in which it caches kernels.
     build: Callable[[CacheFolder | None], Executable],
 ) -> Executable:
     """Load the executable of a module from the cache, or build and store it.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module with vdevices and bound weights.
-    cache : bool or str or PathLike of str or None
-        Argument of `resolve_cache_folder`; None stores only modules whose compilation took `MIN_COMPILE_SECONDS`.
-    command_buffers : bool
-        Option of ``rh.compile``, part of the key.
-    build : callable
-        Function that compiles the module; its argument is the folder, in which it caches kernels.
-
-    Returns
-    -------
-    Executable
-        Executable, loaded from the cache's file if possible; ``metadata.cache`` says whether it was.
-
-    Raises
-    ------
-    HeteroError
-        An error of `build`, or an invalid `cache`. Other errors of the cache do not prevent compiling.
+    The executable is loaded from the cache's file if possible; ``metadata.cache`` says whether it was. Raises the
+    errors of `build`, and HeteroError if `cache` is invalid. Other errors of the cache do not prevent compiling.
     """
     folder = resolve_cache_folder(cache)
     key, why = ("", _SWITCHED_OFF) if folder is None else _key(mod, command_buffers)

@@ -30,14 +30,8 @@ def function_signatures(
 ) -> dict[str, FunctionSignature]:
     """Signatures of the module's callable functions, by name.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Lowered module before its constants are lifted.
-    takers : set of str
-        Names of the functions that will take the tuple of constants.
-    defaults : mapping of str to mapping of str to int, optional
-        Index of the default constant by function and parameter.
+    `mod`: lowered module before its constants are lifted; `takers`: names of the functions that will take the tuple of
+    constants; `defaults`: index of the default constant by function and parameter.
     """
     return _signatures(mod, public_functions(mod), takers, defaults or {})
 

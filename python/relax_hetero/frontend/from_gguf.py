@@ -218,34 +218,18 @@ def _placed(
 
 
 def encoder_from_gguf(
+    # Those without a comment are as for `from_gguf`.
     path: str | os.PathLike[str] | GgufFile,
     vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
-    placement: PlacementRules | None = None,
-    lengths: Sequence[int] = (512,),
+    placement: PlacementRules | None = None,  # as for `from_gguf`, without lists of experts
+    lengths: Sequence[int] = (512,),  # maximum tokens of a text of each function
     activation_bits: int = 8,
     activations: str | None = None,
 ) -> tvm.IRModule:
     """Import a model of a GGUF file as functions ``encode_C`` that return the embedding of a text.
 
-    Parameters
-    ----------
-    path, vdevices, activation_bits, activations
-        As for `from_gguf`.
-    placement : mapping or list of (pattern, device) pairs, optional
-        As for `from_gguf`, without lists of experts.
-    lengths : sequence of int
-        Maximum tokens of a text of each function.
-
-    Returns
-    -------
-    mod : tvm.IRModule
-        See `gguf.encoder_graph.encoder_module`.
-
-    Raises
-    ------
-    FrontendError
-        As for `from_gguf`, or if a length exceeds the context, or the architecture has an attention that only its
-        kernel with a cache computes.
+    See `gguf.encoder_graph.encoder_module`. Raises FrontendError as for `from_gguf`, or if a length exceeds the
+    context, or the architecture has an attention that only its kernel with a cache computes.
     """
     if isinstance(placement, str):
         raise FrontendError(f"placement is {placement!r}, expected rules: encoders are not placed by cost")

@@ -19,31 +19,15 @@ _GPU_PARTS = 64
 
 
 def greedy_tokens(
-    builder: relax.BlockBuilder,
-    logits: relax.Expr,
-    emit: Callable[[relax.Expr, str], relax.Expr],
-    vdevice: relax.VDevice | None = None,
+    builder: relax.BlockBuilder,  # builder to which a kernel is added
+    logits: relax.Expr,  # logits of float32, (rows, vocabulary); rows may be symbolic
+    emit: Callable[[relax.Expr, str], relax.Expr],  # binds a value to a variable, given the end of its name
+    vdevice: relax.VDevice | None = None,  # device or mesh of the logits
 ) -> relax.Expr:
     """Compute the index of the first largest logit of each row; -1 if the largest is infinite, or one is NaN.
 
     Each part of the vocabulary has a candidate, its first largest logit. Over a mesh whose devices have parts of the
-    logits, they compute their own candidates, and exchange only these.
-
-    Parameters
-    ----------
-    builder : relax.BlockBuilder
-        Builder to which a kernel is added.
-    logits : relax.Expr
-        Logits of float32, (rows, vocabulary); rows may be symbolic.
-    emit : callable
-        Binds a value to a variable, given the end of its name.
-    vdevice : VDevice, optional
-        Device or mesh of the logits.
-
-    Returns
-    -------
-    relax.Expr
-        Tokens of int32, (rows,); not bound yet.
+    logits, they compute their own candidates, and exchange only these. Returns tokens of int32, (rows,); not bound yet.
     """
     rows, vocabulary = logits.ty.shape.values[0], int(logits.ty.shape.values[1])
     parts = _parts(vocabulary, vdevice)
@@ -76,16 +60,8 @@ def masked_tokens(builder: relax.BlockBuilder, vocabulary: int, vdevice: relax.V
 
     Its parameters are ``logits``, (rows, vocabulary) of float32, and ``masks``, (rows, words) of int32 (`token_masks`),
     for any number of rows. It returns (rows,) of int32. Variables have the names of the logits in functions of models,
-    which placement rules match.
-
-    Parameters
-    ----------
-    builder : relax.BlockBuilder
-        Builder to which kernels are added.
-    vocabulary : int
-        Number of logits of a row.
-    vdevice : VDevice, optional
-        Device or mesh of the logits.
+    which placement rules match. `builder`: builder to which kernels are added; `vocabulary`: number of logits of a row;
+    `vdevice`: device or mesh of the logits.
     """
     rows, words = tirx.Var("rows", "int64"), mask_words(vocabulary)
     logits = relax.Var("logits", relax.TensorType([rows, vocabulary], "float32"))

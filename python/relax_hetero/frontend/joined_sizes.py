@@ -36,12 +36,8 @@ class SizeIsBounded(FrontendError):
 class JoinedSizes:
     """Symbols of one import for joined sizes and long expressions, and bounds of sizes.
 
-    Parameters
-    ----------
-    bounds : Bounds, optional
-        Upper bounds of the inputs' sizes from earlier attempts of this import.
-    inputs : Set of tirx.Var
-        The symbolic sizes of the inputs.
+    `bounds`: upper bounds of the inputs' sizes from earlier attempts of this import; `inputs`: the symbolic sizes of
+    the inputs.
     """
 
     def __init__(self, bounds: Bounds | None = None, inputs: Set[tirx.Var] = frozenset()) -> None:
@@ -100,10 +96,7 @@ class JoinedSizes:
     def note_bound(self, size: Any, bound: int) -> None:
         """Assume that a size is at most `bound`, which calls are required to meet.
 
-        Raises
-        ------
-        SizeIsBounded
-            If the size is one of an input, and every call must meet the bound.
+        Raises SizeIsBounded if the size is one of an input, and every call must meet the bound.
         """
         if self._is_top_level and size in self._inputs:
             raise SizeIsBounded(size, bound)

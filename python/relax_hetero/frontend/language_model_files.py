@@ -12,10 +12,7 @@ from .hub.folder import read_folder
 def read_language_model(path: str | os.PathLike[str] | GgufFile) -> GgufFile:
     """Open a GGUF file, or a folder with ``config.json`` and ``*.safetensors``.
 
-    Raises
-    ------
-    FrontendError
-        If it cannot be read.
+    Raises FrontendError if it cannot be read.
     """
     if isinstance(path, GgufFile):
         return path

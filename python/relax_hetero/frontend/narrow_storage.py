@@ -28,10 +28,8 @@ _ConvertField = Callable[[relax.Expr, tvm.ir.Type], relax.Expr]
 def with_narrow_storage(graph: ImportedGraph) -> ImportedGraph:
     """Replace such elements by bytes, except in parameters and outputs.
 
-    Raises
-    ------
-    FrontendError
-        If a node computes with such elements without a converter that supports them; the text has its name.
+    Raises FrontendError if a node computes with such elements without a converter that supports them; the text has its
+    name.
     """
     return _StorageRewriter(graph).graph() if _has_narrow(graph) else graph
 

@@ -22,21 +22,15 @@ if TYPE_CHECKING:
 
 
 def parallel_devices(
-    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None, placement: Any, **counts: int
+    # As for `from_onnx` and `from_gguf`.
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None,
+    placement: Any,
+    # Number of devices along each axis of their mesh, by the name of the argument; 1 leaves out the axis.
+    **counts: int,
 ) -> tuple[Any, Any]:
     """Devices and placement rules of a number of devices that share the work of every op.
 
-    Parameters
-    ----------
-    vdevices, placement
-        As for `from_onnx` and `from_gguf`.
-    **counts : int
-        Number of devices along each axis of their mesh, by the name of the argument; 1 leaves out the axis.
-
-    Raises
-    ------
-    FrontendError
-        If a number is invalid, rules are given besides, or the devices are fewer.
+    Raises FrontendError if a number is invalid, rules are given besides, or the devices are fewer.
     """
     for argument, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -74,21 +68,9 @@ def _mesh_name(counts: Iterable[int]) -> str:
 def with_split_batches(mod: tvm.IRModule, count: int, replicas: int = 1) -> tvm.IRModule:
     """Give each of the first devices its part of a batch: shard the inputs of "main" along their first axis.
 
-    Inputs with another extent there than the first input stay whole on every device.
-
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Its values are on the mesh of its first ``count * replicas`` devices.
-    count : int
-        Number of parts.
-    replicas : int, optional
-        Devices that share the work on each part.
-
-    Raises
-    ------
-    FrontendError
-        If the batch is not known, or the devices do not divide it.
+    Inputs with another extent there than the first input stay whole on every device. `mod`: its values are on the mesh
+    of its first ``count * replicas`` devices; `count`: number of parts; `replicas`: devices that share the work on each
+    part. Raises FrontendError if the batch is not known, or the devices do not divide it.
     """
     func, vdevices = mod["main"], vdevices_of(mod)
     mesh, split = lookup(_mesh_name((count, replicas)), vdevices), Sharding(0)

@@ -57,10 +57,7 @@ def check_placement(
 ) -> list[tvm.relax.VDevice] | None:
     """Check the placement arguments of an import and return its devices, or None.
 
-    Raises
-    ------
-    FrontendError, PlacementError, VDeviceError
-        If the arguments contradict each other, or one has no effect.
+    Raises FrontendError, PlacementError, VDeviceError if the arguments contradict each other, or one has no effect.
     """
     check_objective(objective)
     if vdevices is None and (placement is not None or cost_model is not None):

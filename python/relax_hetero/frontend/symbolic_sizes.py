@@ -32,17 +32,8 @@ _Rule = Callable[[list["_Sizes | None"], dict[str, Any]], "_Sizes | None"]
 def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr | tvm.tirx.Expr | None:
     """Evaluate a node on sizes; the result is a shape for a vector, an expression for a scalar, or a constant.
 
-    Parameters
-    ----------
-    node : onnx.NodeProto
-        Node of the ONNX standard.
-    operands : sequence of object
-        A value per input; None for an omitted optional one.
-
-    Returns
-    -------
-    relax.Expr or tirx.Expr or None
-        None if the node has no rule, or operands other than sizes and small integer constants.
+    `node`: node of the ONNX standard; `operands`: a value per input, None for an omitted optional one. Returns None if
+    the node has no rule, or operands other than sizes and small integer constants.
     """
     rule = _RULES.get(node.op_type)
     if rule is None or not any(map(_is_symbolic, operands)):

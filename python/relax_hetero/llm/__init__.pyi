@@ -14,12 +14,7 @@ from .folder_tokenizer import load_tokenizer as load_tokenizer
 from .json_tokenizer import JsonTokenizer as JsonTokenizer
 from .model import Cache as Cache
 from .model import DecodeStep as DecodeStep
-from .model import DraftedModel as DraftedModel
-from .model import LookAheadModel as LookAheadModel
-from .model import MaskingModel as MaskingModel
 from .model import Model as Model
-from .model import MultiRowModel as MultiRowModel
-from .model import PromptLogitsModel as PromptLogitsModel
 from .model import TokenizerProtocol as TokenizerProtocol
 from .model_loader import load as load
 from .model_loader import load_onnx as load_onnx

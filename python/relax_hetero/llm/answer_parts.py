@@ -30,14 +30,8 @@ class Part(NamedTuple):
 class Reader:
     """Text of an answer that was not parsed yet.
 
-    Attributes
-    ----------
-    text : str
-        Text so far, from the last `release` on.
-    position : int
-        Offset of the next character to parse; routines set it back where their syntax does not match.
-    ended : bool
-        Whether the answer is complete.
+    `text`: text so far, from the last `release` on; `position`: offset of the next character to parse, routines set it
+    back where their syntax does not match; `ended`: whether the answer is complete.
     """
 
     def __init__(self) -> None:
@@ -55,14 +49,8 @@ class Reader:
     def until(self, stops: Collection[str], sink: Sink | None = None) -> Routine[tuple[str, str]]:
         """Parse up to the first of several texts, and past it; return the text before, if without a sink, and the stop.
 
-        At the end of the answer the stop is empty.
-
-        Parameters
-        ----------
-        stops : collection of str
-            Texts, none of which is the beginning of another.
-        sink : callable, optional
-            Function that gets the text before, as it comes.
+        At the end of the answer the stop is empty. `stops`: texts, none of which is the beginning of another; `sink`:
+        function that gets the text before, as it comes.
         """
         parts: list[str] = []
         while True:
@@ -156,29 +144,16 @@ class Reasoning(NamedTuple):
 
 
 class AnswerParser:
-    """Splits an answer into parts, as it comes.
-
-    Parameters
-    ----------
-    parse : callable
-        Function that parses text after the reasoning, as `CallFormat.parse`.
-    reasoning : Reasoning, optional
-        Texts around the reasoning, if the answer may have one.
-    is_reasoning : bool
-        Whether the prompt has begun the reasoning.
-    tools : mapping of str to mapping
-        JSON schemas of the tools' arguments, by name.
-    max_calls : int, optional
-        Number of calls after which further ones are left out.
-    """
+    """Splits an answer into parts, as it comes."""
 
     def __init__(
         self,
+        # Function that parses text after the reasoning, as `CallFormat.parse`.
         parse: Callable[[Reader, AnswerParser], Routine[None]],
-        reasoning: Reasoning | None = None,
-        is_reasoning: bool = False,
-        tools: Mapping[str, Mapping[str, Any]] | None = None,
-        max_calls: int | None = None,
+        reasoning: Reasoning | None = None,  # texts around the reasoning, if the answer may have one
+        is_reasoning: bool = False,  # whether the prompt has begun the reasoning
+        tools: Mapping[str, Mapping[str, Any]] | None = None,  # JSON schemas of the tools' arguments, by name
+        max_calls: int | None = None,  # number of calls after which further ones are left out
     ) -> None:
         self.tools = tools or {}
         self._max_calls = max_calls
@@ -245,10 +220,7 @@ class AnswerParser:
         return parts
 
     def _parse(
-        self,
-        parse: Callable[[Reader, AnswerParser], Routine[None]],
-        reasoning: Reasoning | None,
-        is_reasoning: bool,
+        self, parse: Callable[[Reader, AnswerParser], Routine[None]], reasoning: Reasoning | None, is_reasoning: bool
     ) -> Routine[None]:
         yield
         reader = self._reader
@@ -276,14 +248,8 @@ class AnswerParser:
 def call_object(reader: Reader, answer: AnswerParser, known_only: bool = False) -> Routine[bool]:
     """Parse a call ``{"name": ..., "arguments": {...}}``; return False, and parse nothing, if it is not one.
 
-    Parameters
-    ----------
-    reader : Reader
-        Text to parse.
-    answer : AnswerParser
-        Gets the call.
-    known_only : bool
-        Whether an object with another name than a tool's is not a call.
+    `reader`: text to parse; `answer`: gets the call; `known_only`: whether an object with another name than a tool's is
+    not a call.
     """
     begin, name, arguments, is_open = reader.position, None, "{}", False
     if not (yield from reader.literal("{")):

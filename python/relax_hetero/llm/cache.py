@@ -59,29 +59,20 @@ class PageGroup:
     """Page table of a group of layers: column j holds the tokens at positions 64 * j to 64 * j + 63.
 
     A sequence has pages in consecutive columns, to that of its last token.
-
-    Parameters
-    ----------
-    window : int
-        Number of latest tokens that attention sees (a sliding window); 0: all.
-    pages, slots, columns : int
-        Number of pages; rows and columns of the table.
-
-    Attributes
-    ----------
-    table : array of int32, (slots, columns)
-        Page of each column of a slot, or `NO_PAGE`; kernels read it.
-    reference_counts : list of int
-        Number of sequences that share each page.
-    version : int
-        Number of changes of the table.
     """
 
-    def __init__(self, window: int, pages: int, slots: int, columns: int) -> None:
+    def __init__(
+        self,
+        window: int,  # number of latest tokens that attention sees (a sliding window); 0: all
+        pages: int,  # number of pages
+        slots: int,  # rows of the table
+        columns: int,  # columns of the table
+    ) -> None:
         self.window, self.pages = window, pages
+        # Page of each column of a slot, or `NO_PAGE`; kernels read it.
         self.table = np.full((slots, columns), NO_PAGE, "int32")
-        self.reference_counts = [0] * pages
-        self.version = 0
+        self.reference_counts = [0] * pages  # number of sequences that share each page
+        self.version = 0  # number of changes of the table
         self._free = list(range(pages - 1, -1, -1))
 
     @property
@@ -118,10 +109,7 @@ class PageGroup:
     def extend(self, slot: int, extension: PageExtension) -> tuple[int, int] | None:
         """Carry out a plan; the group must have enough free pages.
 
-        Returns
-        -------
-        tuple of int, or None
-            Source and destination of a copy-on-write.
+        Returns the source and destination of a copy-on-write.
         """
         row = self.table[slot]
         if extension.out_of_window:

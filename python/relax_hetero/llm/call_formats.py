@@ -55,20 +55,14 @@ class CallFormat:
             return f"call_{secrets.token_hex(12)}"
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(self.id_length))
 
-    def grammar(self, tools: Schemas, several: bool, control: Mapping[str, int], free: bool = False) -> str:
-        """Grammar of one call or `several`, in Lark.
-
-        Parameters
-        ----------
-        tools : mapping of str to mapping
-            JSON schemas of the arguments of the tools that may be called, by name.
-        several : bool
-            Whether further calls may follow the first.
-        control : mapping of str to int
-            Control tokens of the model.
-        free : bool
-            Whether text may precede and follow calls, which begin with `trigger`.
-        """
+    def grammar(
+        self,
+        tools: Schemas,  # JSON schemas of the arguments of the tools that may be called, by name
+        several: bool,  # whether further calls may follow the first
+        control: Mapping[str, int],  # control tokens of the model
+        free: bool = False,  # whether text may precede and follow calls, which begin with `trigger`
+    ) -> str:
+        """Grammar of one call or `several`, in Lark."""
         lark = LarkWriter(control)
         first, before, last = self.first, self.before, self.last
         if free and not first.startswith(self.trigger):  # texts around calls are free, too
@@ -90,13 +84,7 @@ class CallFormat:
 
 
 class LarkWriter:
-    """Writes rules of Lark grammars.
-
-    Parameters
-    ----------
-    control : mapping of str to int
-        Control tokens of the model.
-    """
+    """Writes rules of Lark grammars. `control`: control tokens of the model."""
 
     def __init__(self, control: Mapping[str, int]) -> None:
         self.control, self._tokens = control, SpecialTokens(control)
@@ -127,14 +115,8 @@ class LarkWriter:
     def before_answer(self, reasoning: Reasoning | None, is_reasoning: bool, content: str) -> str:
         """Rules of `StructuredOutputs.prefix`: the reasoning, if the prompt has begun or the model begins it.
 
-        Parameters
-        ----------
-        reasoning : Reasoning or None
-            Texts around the reasoning.
-        is_reasoning : bool
-            Whether the prompt has begun the reasoning.
-        content : str
-            Text before the answer.
+        `reasoning`: texts around the reasoning; `is_reasoning`: whether the prompt has begun the reasoning; `content`:
+        text before the answer.
         """
         if reasoning is None:
             return f"prefix: {self.text(content)}" if content else ""
@@ -483,18 +465,7 @@ REASONING = (Reasoning("<think>", "</think>"), Reasoning("[THINK]", "[/THINK]"))
 
 
 def format_named(name: str) -> CallFormat:
-    """Format of a name.
-
-    Parameters
-    ----------
-    name : str
-        Name of a row of `FORMATS`.
-
-    Raises
-    ------
-    HeteroError
-        If there is none.
-    """
+    """Format of a name. `name`: name of a row of `FORMATS`. Raises HeteroError if there is none."""
     row = next((row for row in FORMATS if row.name == name), None)
     if row is None:
         names = ", ".join(row.name for row in FORMATS)
@@ -503,23 +474,11 @@ def format_named(name: str) -> CallFormat:
 
 
 def format_of_template(source: str) -> CallFormat | None:
-    """Format of calls that a chat template describes or writes, if it is known.
-
-    Parameters
-    ----------
-    source : str
-        Template in jinja2.
-    """
+    """Format of calls that a chat template describes or writes, if it is known."""
     unquoted = source.replace('\\"', '"')
     return next((row for row in FORMATS if all(text in unquoted for text in row.texts)), None)
 
 
 def reasoning_of_template(source: str) -> Reasoning | None:
-    """Texts around the reasoning in answers, if a chat template knows of one.
-
-    Parameters
-    ----------
-    source : str
-        Template in jinja2.
-    """
+    """Texts around the reasoning in answers, if a chat template knows of one."""
     return next((row for row in REASONING if row.end in source), None)

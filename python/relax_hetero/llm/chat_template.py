@@ -28,16 +28,7 @@ from . import template_worker
 from .errors import RequestError, TokenizerError
 from .json_tokenizer import JsonTokenizer
 from .special_tokens import NONCHARACTERS, Prompt, begin_and_end
-from .template_worker import (
-    ANSWER,
-    BEYOND_LIMITS,
-    DONE,
-    FAILED,
-    MAX_ANSWER,
-    MAX_LITERAL,
-    REFUSED,
-    REQUEST,
-)
+from .template_worker import ANSWER, BEYOND_LIMITS, DONE, FAILED, MAX_ANSWER, MAX_LITERAL, REFUSED, REQUEST
 from .tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -71,9 +62,7 @@ CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
 """Limits of processor time and elapsed time for rendering a prompt, and for compiling the template."""
 _EXIT_SECONDS = 1.0
 """Time after which a process that does not exit is killed."""
-_REASON_BY_CODE = {
-    template_worker.BEYOND_MEMORY: template_worker.MEMORY_TEXT,
-}
+_REASON_BY_CODE = {template_worker.BEYOND_MEMORY: template_worker.MEMORY_TEXT}
 if HAS_PROCESS_LIMITS:
     _REASON_BY_CODE[-signal.SIGPROF] = f"takes more than {CPU_SECONDS:g} s of processor time"
     _REASON_BY_CODE[-signal.SIGALRM] = f"takes more than {WALL_SECONDS:g} s"
@@ -243,16 +232,8 @@ class _Marks:
 
     A mark follows each character with which a name begins, and precedes each with which one ends. So a name that arises
     only when the template joins, splits or trims texts contains a mark, too. Texts that the template itself searches
-    for, such as ``</think>``, stay unmarked, unless they overlap a control token's name.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Names of control tokens.
-    literals : iterable of str
-        String literals in the template's expressions.
-    source : str
-        Source of the template.
+    for, such as ``</think>``, stay unmarked, unless they overlap a control token's name. `names`: names of control
+    tokens; `literals`: string literals in the template's expressions; `source`: source of the template.
     """
 
     def __init__(self, names: Sequence[str], literals: Iterable[str], source: str) -> None:
@@ -274,10 +255,7 @@ class _Marks:
     def mark_values(self, values: Any) -> tuple[Any, str]:
         """Mark all texts in JSON values; return the values and the marker.
 
-        Raises
-        ------
-        RequestError
-            If the texts use every possible marker.
+        Raises RequestError if the texts use every possible marker.
         """
         for marker in self._markers:
             try:
@@ -318,13 +296,7 @@ class _MarkerInTextError(Exception):
 
 
 class _Worker:
-    """Process of a template, which renders one prompt at a time.
-
-    Parameters
-    ----------
-    source : str
-        Source of the template.
-    """
+    """Process of a template, which renders one prompt at a time. `source`: source of the template."""
 
     def __init__(self, source: str) -> None:
         if not HAS_PROCESS_LIMITS:

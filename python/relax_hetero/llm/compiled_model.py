@@ -38,6 +38,7 @@ from .background import BackgroundTask
 from .cache import KVCache
 from .description import ModelDescription
 from .expert_counts import ExpertCounts
+from .model import Model
 from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
 
 _log = logging.getLogger("relax_hetero")
@@ -48,28 +49,19 @@ class IntegerInputs:
 
     All inputs of a device are views of one tensor, page tables last, so that most calls make one small copy to a GPU.
     GPUs have two such tensors: calls take turns, and the copy for a call runs alongside the call before.
-
-    Parameters
-    ----------
-    inputs : sequence of TensorSpec
-        Inputs of int32; their `device` is an index in `devices`, or -1 for the host. ``tokens@1`` is a copy of
-        ``tokens`` for another device of a mesh.
-    devices : sequence of tvm.runtime.Device
-        Physical device of each vdevice.
-    alignment : int
-        Alignment of each input's memory, in bytes.
-
-    Attributes
-    ----------
-    arrays : dict of str to array of int32
-        Host memory of each input, by name, zeros at first; after writing it, call `send`.
-    turn : int
-        0 or 1 after `send`: index of the tensors of the next call.
     """
 
-    def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
+    def __init__(
+        self,
+        # Inputs of int32; their `device` is an index in `devices`, or -1 for the host. ``tokens@1`` is a copy of
+        # ``tokens`` for another device of a mesh.
+        inputs: Sequence[TensorSpec],
+        devices: Sequence[runtime.Device],  # physical device of each vdevice
+        alignment: int,  # alignment of each input's memory, in bytes
+    ) -> None:
+        # Host memory of each input, by name, zeros at first; after writing it, call `send`.
         self.arrays: dict[str, np.ndarray] = {}
-        self.turn = 0
+        self.turn = 0  # 0 or 1 after `send`: index of the tensors of the next call
         self._sources: dict[tuple[str, ...], runtime.Tensor] = {}  # host memory by the names in it
         self._on_host: dict[int, runtime.Tensor] = {}  # inputs of CPUs, which all turns share
         used = {
@@ -132,14 +124,8 @@ class IntegerInputs:
     def send(self, tables: Mapping[str, np.ndarray], version: int) -> None:
         """Copy `arrays`, and page tables unless those of the turn are the same, to GPUs; CPUs share their memory.
 
-        Copies are complete before work that is launched later, and `arrays` may be written again at once.
-
-        Parameters
-        ----------
-        tables : mapping of str to array
-            Page tables, by name.
-        version : int
-            `KVCache.tables_version` of `tables`.
+        Copies are complete before work that is launched later, and `arrays` may be written again at once. `tables`:
+        page tables, by name; `version`: `KVCache.tables_version` of `tables`.
         """
         self.turn = (self.turn + 1) % len(self._turns)
         turn = self._turns[self.turn]
@@ -207,75 +193,39 @@ def _token_copy(
 
 
 class DecodeCall(NamedTuple):
-    """A call of a decode function.
-
-    Attributes
-    ----------
-    function : str
-        Name of the function.
-    sequences : int
-        Number of sequences; further rows are padding.
-    logits : sequence of tvm.runtime.Tensor
-        Logits, (rows, vocabulary); those of each device of a mesh, in order.
-    tokens : sequence of tvm.runtime.Tensor
-        Greedy tokens, (rows,); each device of a mesh of GPUs has a copy.
-    end : Event or None
-        End of the call on the GPU of the first tokens, if another GPU reads them in the next step.
-    """
+    """A call of a decode function."""
 
     function: str
-    sequences: int
-    logits: Sequence[runtime.Tensor]
-    tokens: Sequence[runtime.Tensor]
-    end: Event | None
+    sequences: int  # number of sequences; further rows are padding
+    logits: Sequence[runtime.Tensor]  # (rows, vocabulary); those of each device of a mesh, in order
+    tokens: Sequence[runtime.Tensor]  # greedy ones, (rows,); each device of a mesh of GPUs has a copy
+    end: Event | None  # end of the call on the GPU of the first tokens, if another GPU reads them in the next step
 
 
 class CompiledDecodeStep:
-    """A decode step that may still run, with its greedy tokens on the way to the host; a `DecodeStep`.
-
-    Parameters
-    ----------
-    calls : sequence of DecodeCall
-        Calls of the step, for consecutive sequences.
-    copies : sequence of callable
-        Copies to the host of the greedy tokens of each call, as `CopiesToHost.begin` returns them.
-    mask : callable, optional
-        Function ``masked_tokens`` of the model.
-    mask_parts : int
-        Number of parts in which it takes the masks.
-    """
+    """A decode step that may still run, with its greedy tokens on the way to the host; a `DecodeStep`."""
 
     def __init__(
         self,
-        calls: Sequence[DecodeCall],
+        calls: Sequence[DecodeCall],  # calls of the step, for consecutive sequences
+        # Copies to the host of the greedy tokens of each call, as `CopiesToHost.begin` returns them.
         copies: Sequence[Callable[[], np.ndarray]],
-        mask: Callable[..., runtime.Tensor] | None = None,
-        mask_parts: int = 1,
+        mask: Callable[..., runtime.Tensor] | None = None,  # function ``masked_tokens`` of the model
+        mask_parts: int = 1,  # number of parts in which it takes the masks
     ) -> None:
         self.calls, self._copies, self._mask, self._mask_parts = calls, copies, mask, mask_parts
 
     def tokens(self) -> list[int]:
         """Wait for the end, and return the index of the largest logit of each sequence.
 
-        Raises
-        ------
-        HeteroError
-            If the step failed, or the largest logit of a sequence is infinite, or one is NaN.
+        Raises HeteroError if the step failed, or the largest logit of a sequence is infinite, or one is NaN.
         """
         return self._checked([wait() for wait in self._copies])
 
     def masked_tokens(self, masks: np.ndarray) -> list[int]:
         """Wait for the end, and return the index of each sequence's largest logit among allowed tokens.
 
-        Parameters
-        ----------
-        masks : array of int32, (sequences, words)
-            See `token_masks`.
-
-        Raises
-        ------
-        HeteroError
-            See `tokens`.
+        Raises HeteroError as `tokens` does.
         """
         assert self._mask is not None, "see CompiledModel.masks_tokens"
         arrays, begin = [], 0
@@ -305,7 +255,7 @@ _Tokens: TypeAlias = "_Integers | DecodeCall"
 """Tokens of a call: numbers, or the call of the step before for its greedy tokens."""
 
 
-class CompiledModel:
+class CompiledModel(Model):
     """A compiled language model with its KV cache; not thread-safe.
 
     Parameters
@@ -323,22 +273,14 @@ class CompiledModel:
 
     Attributes
     ----------
-    vocabulary, slots : int
-        Number of logits of a token; maximum number of sequences.
-    context, trained_context, chunk : int
-        Maximum number of tokens of a sequence, of a sequence in training, and of a prefill call now.
-    decodes_like_prefill : bool
-        See `Model`.
+    vocabulary, slots, context, trained_context, chunk, decodes_like_prefill, looks_ahead, masks_tokens
+        See `Model`; `chunk` is that of the functions compiled so far, and it looks ahead if a GPU computes logits.
     cache : KVCache
         Keys and values of all sequences.
-    machine : VirtualMachine
-        Machine that runs the executable.
-    looks_ahead : bool
-        True if a GPU computes logits; see `LookAheadModel`.
-    masks_tokens : bool
-        See `MaskingModel`.
     draft : CompiledModel or None
         Draft model, if `load` was given one.
+    machine : VirtualMachine
+        Machine that runs the executable.
     expert_counts : ExpertCounts
         Counters of the experts' tokens, if the module was made with ``count_experts=True``.
 
@@ -347,6 +289,10 @@ class CompiledModel:
     BindingError
         If the executable lacks functions ``decode_B`` or ``prefill_C``.
     """
+
+    cache: KVCache
+    draft: CompiledModel | None = None
+    has_decode_steps = True
 
     def __init__(
         self,
@@ -378,7 +324,6 @@ class CompiledModel:
         )
         prefill_inputs = executable.signature(f"prefill_{self._chunks[0]}").inputs
         self._has_all_logits = all(spec.name != "last" for spec in prefill_inputs)
-        self.draft: CompiledModel | None = None
         self._max_batch, max_chunk = all_rows or (self._batches[-1], self.chunk)
         self.cache = KVCache.from_executable(executable, description, chunk=max_chunk)
         inputs = executable.signature(f"decode_{self._batches[0]}").inputs
@@ -499,7 +444,7 @@ class CompiledModel:
 
     @property
     def decode_rows(self) -> int:
-        """See `MultiRowModel`; 0 for models with states, from which rows after a wrong draft cannot be removed."""
+        """See `Model`; 0 for models with states, from which rows after a wrong draft cannot be removed."""
         return 0 if self.description.has_states else self._rows_of_a_sequence
 
     def prefill_logits(self, slot: int, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
@@ -555,7 +500,9 @@ class CompiledModel:
         arrays = [self._to_host(call.function, call.logits, call.sequences)[: call.sequences].copy() for call in calls]
         return np.concatenate(arrays)
 
-    def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> CompiledDecodeStep:
+    def begin_decode(  # type: ignore[override]  # it takes its own steps
+        self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep
+    ) -> CompiledDecodeStep:
         """Append one token to each of several sequences, without waiting for GPUs and without copying logits.
 
         Parameters

@@ -11,7 +11,7 @@ from itertools import takewhile
 import numpy as np
 
 from ..errors import CacheError
-from .model import DecodeStep, LookAheadModel, Model, MultiRowModel
+from .model import DecodeStep, Model
 from .prefix_cache import PrefixCache
 from .sequence import Sequence
 from .speculation import StepTimes
@@ -48,22 +48,14 @@ class DraftModel:
     """Proposer of the tokens that a small model writes.
 
     A greedy text gets the draft model's greedy tokens. A sampled one gets tokens that are sampled with the random
-    numbers of its next tokens: where both models have the same distribution, they sample the same tokens.
-
-    Parameters
-    ----------
-    model : Model
-        Draft model, used by this proposer only.
-    vocabulary : int
-        Number of logits of the model that verifies.
+    numbers of its next tokens: where both models have the same distribution, they sample the same tokens. `model`:
+    draft model, used by this proposer only; `vocabulary`: number of logits of the model that verifies.
     """
 
     name = "draft"
 
     def __init__(self, model: Model, vocabulary: int) -> None:
         self._model, self._vocabulary = model, vocabulary
-        self._looks_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
-        self._decode_rows = model.decode_rows if isinstance(model, MultiRowModel) else 0
         self._prefixes = PrefixCache(model.cache, _PREFIXES)
         self._texts: dict[Sequence, _Cached] = {}
         self._step_times, self._chunk_times = StepTimes(), StepTimes()
@@ -86,7 +78,7 @@ class DraftModel:
     def draft(self, lengths: Mapping[Sequence, int]) -> Mapping[Sequence, list[int]]:
         """See `Proposer`; a text whose tokens are not in the cache yet may get a chunk of them instead of a draft."""
         try:
-            rows = max(self._decode_rows // len(lengths), 1)
+            rows = max(self._model.decode_rows // len(lengths), 1)
             ready = {text: length for text, length in lengths.items() if self._is_ready(text, rows)}
             write = self._write if any(text.needs_logits for text in ready) else self._write_greedily
             drafts = write(ready) if ready else {}
@@ -163,8 +155,8 @@ class DraftModel:
 
     def _write_greedily(self, lengths: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Draft without logits; steps on a GPU follow each other without waiting."""
-        model, fed = self._looks_ahead, {text: self._missing(text) for text in lengths}
-        if model is None or any(len(tokens) > 1 for tokens in fed.values()):
+        model, fed = self._model, {text: self._missing(text) for text in lengths}
+        if not model.looks_ahead or any(len(tokens) > 1 for tokens in fed.values()):
             return self._write(lengths)
         begin, slots = time.perf_counter(), [self._texts[text].slot for text in fed]
         count = min(max(lengths.values()), *(model.context - len(text.tokens) for text in lengths))

@@ -15,7 +15,7 @@ from ..artifact.file_hints import describe_value
 from ..errors import HeteroError
 from .draft_model import DraftModel
 from .errors import EngineClosedError, EngineFullError, RequestError
-from .model import DraftedModel, GrowingModel, Model, MultiRowModel, PromptLogitsModel, TokenizerProtocol
+from .model import Model, TokenizerProtocol
 from .params import SamplingParams
 from .prompt_lookup import PromptLookup
 from .request import Completion, Request
@@ -75,13 +75,7 @@ class Statistics:
 
 
 class Speed:
-    """Generated tokens per second over the last `SPEED_WINDOW_SECONDS`.
-
-    Parameters
-    ----------
-    clock : callable
-        Function that returns seconds.
-    """
+    """Generated tokens per second over the last `SPEED_WINDOW_SECONDS`. `clock`: function that returns seconds."""
 
     def __init__(self, clock: abc.Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -121,7 +115,7 @@ class Engine:
     prefixes : int
         Maximum number of finished sequences in the prefix cache; 0 turns it off.
     prompt_lookup : bool
-        Whether texts that repeat themselves or their prompt take fewer steps, where this pays (`MultiRowModel`).
+        Whether texts that repeat themselves or their prompt take fewer steps, where this pays (`Model.decode_rows`).
     draft : Model, optional
         Draft model with the same vocabulary, used by this engine only; by default the one that `load` was given.
 
@@ -146,12 +140,13 @@ class Engine:
             raise HeteroError(f"expected no negative numbers, found max_waiting={max_waiting}, prefixes={prefixes}")
         self.model, self.tokenizer = model, tokenizer
         self._max_waiting = max_waiting
-        if draft is None and isinstance(model, DraftedModel):
-            draft = model.draft
+        if not isinstance(model, Model):
+            raise HeteroError(f"model: {describe_value(model)}; expected an rh.llm.Model, as load returns it")
+        draft = model.draft if draft is None else draft
         if draft is not None and (draft is model or not isinstance(draft, Model)):
             found = "the model itself" if draft is model else describe_value(draft)
             raise HeteroError(f"draft: {found}; expected another model, the first of the pair that load returns")
-        if draft is not None and not (isinstance(model, MultiRowModel) and model.decode_rows):
+        if draft is not None and not model.decode_rows:
             raise HeteroError(
                 "draft: the model's decode steps take one row of each text, expected some that verify drafts; on GPUs, "
                 "load its file with draft= or verify_drafts=True (ONNX decoders verify drafts on CPUs only, and models "
@@ -204,7 +199,7 @@ class Engine:
         params.check_tokens(self.model.vocabulary)
         tokens = self.tokens_of(prompt) if isinstance(prompt, str) else _parse_tokens(prompt)
         self.check_prompt(tokens)
-        if params.prompt_logprobs is not None and not isinstance(self.model, PromptLogitsModel):
+        if params.prompt_logprobs is not None and not self.model.prompt_chunk:
             raise RequestError("prompt_logprobs: the model cannot return logits of all tokens of a prompt")
         outputs = params.structured_outputs
         constraint = None if outputs is None else self._grammars.constraint(outputs)
@@ -362,7 +357,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """True unless functions of the model are still being compiled; requests are accepted meanwhile."""
-        return self.model.is_complete if isinstance(self.model, GrowingModel) else True
+        return self.model.is_complete
 
     def close(self) -> None:
         """Cancel all requests and end the thread; calling it again does nothing."""

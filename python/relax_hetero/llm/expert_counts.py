@@ -29,27 +29,19 @@ _log = logging.getLogger("relax_hetero")
 
 
 class ExpertCounts:
-    """Counters of each layer with experts, arguments of every call of the functions, which add to them in place.
+    """Counters of each layer with experts, arguments of every call of the functions, which add to them in place."""
 
-    Parameters
-    ----------
-    inputs : sequence of ValueSpec
-        Inputs of a function; their `device` is an index in `devices`, or -1 for the host.
-    devices : sequence of tvm.runtime.Device
-        Physical device of each vdevice.
-
-    Attributes
-    ----------
-    tensors : list of tvm.runtime.Tensor
-        Counters of int32, (experts,), in the order of the layers; empty for functions that do not count.
-    path : str, path or None
-        File that `write` replaces, and `write_if_due` once in `WRITE_SECONDS`; None before `continue_file`.
-    """
-
-    def __init__(self, inputs: Sequence[ValueSpec], devices: Sequence[runtime.Device]) -> None:
+    def __init__(
+        self,
+        # Inputs of a function; their `device` is an index in `devices`, or -1 for the host.
+        inputs: Sequence[ValueSpec],
+        devices: Sequence[runtime.Device],  # physical device of each vdevice
+    ) -> None:
         specs = [spec for spec in inputs if isinstance(spec, TensorSpec) and spec.name.startswith(EXPERT_COUNTS)]
+        # File that `write` replaces, and `write_if_due` once in `WRITE_SECONDS`; None before `continue_file`.
         self.path: str | os.PathLike[str] | None = None
         self._layers = [int(spec.name.removeprefix(EXPERT_COUNTS)) for spec in specs]
+        # Counters of int32, (experts,), in the order of the layers; empty for functions that do not count.
         self.tensors = []
         for spec in specs:
             device = runtime.device("cpu", 0) if spec.device < 0 else devices[spec.device]
@@ -71,10 +63,7 @@ class ExpertCounts:
     def continue_file(self, path: str | os.PathLike[str]) -> None:
         """Let `write` replace a file, and add to the counts that it has; a file that does not exist is written now.
 
-        Raises
-        ------
-        HeteroError
-            If the file cannot be written, or does not have counts of the same layers and experts.
+        Raises HeteroError if the file cannot be written, or does not have counts of the same layers and experts.
         """
         if os.path.exists(path):
             for total, counts in zip(self._totals, self._read_file(path), strict=True):
@@ -104,10 +93,7 @@ class ExpertCounts:
     def write(self) -> None:
         """Write the counts to `path`, whose old contents are replaced at once; without a path, do nothing.
 
-        Raises
-        ------
-        HeteroError
-            If the file cannot be written.
+        Raises HeteroError if the file cannot be written.
         """
         if self.path is None:
             return

@@ -60,10 +60,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer | JsonTokenizer:
 def tokenizer_of(file: GgufFile) -> Tokenizer | JsonTokenizer:
     """The tokenizer of a GGUF file, or of a folder of Hugging Face that was read as one.
 
-    Raises
-    ------
-    TokenizerError
-        See `load_tokenizer` and `Tokenizer`.
+    Raises TokenizerError as `load_tokenizer` and `Tokenizer` do.
     """
     return load_tokenizer(file.path) if file.path.is_dir() else Tokenizer(file.fields)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -70,9 +71,35 @@ class Cache(Protocol):
         """
 
 
-@runtime_checkable
-class Model(Protocol):
-    """A language model with its cache; not thread-safe.
+class DecodeStep(Protocol):
+    """A decode step that may still run."""
+
+    def tokens(self) -> list[int]:
+        """Wait for the end, and return the index of the largest logit of each sequence (the first of equal ones).
+
+        Raises
+        ------
+        HeteroError
+            If the step failed, or the largest logit of a sequence is infinite, or one is NaN.
+        """
+
+    def masked_tokens(self, masks: np.ndarray) -> list[int]:
+        """As `tokens`, among tokens that masks allow; only if `Model.masks_tokens`.
+
+        Parameters
+        ----------
+        masks : np.ndarray
+            (sequences, words) of int32, see `encoding.token_masks`.
+
+        Raises
+        ------
+        HeteroError
+            See `tokens`.
+        """
+
+
+class Model(ABC):
+    """A language model with its cache; not thread-safe. Members with a default are abilities that it may lack.
 
     Attributes
     ----------
@@ -81,39 +108,55 @@ class Model(Protocol):
     context : int
         Maximum number of tokens of a sequence.
     trained_context : int
-        Context length of training; 0 if unknown.
+        Context length of training; 0 if unknown, the default.
     slots : int
         Maximum number of sequences that are decoded at once.
     chunk : int
         Maximum number of tokens of one call of `prefill`.
     decodes_like_prefill : bool
-        Whether `decode` writes the same bits into the cache as `prefill`. If not, only tokens of prompts are shared
-        among requests, and a preempted request decodes its text again.
+        Whether `decode` writes the same bits into the cache as `prefill`. If not, the default, only tokens of prompts
+        are shared among requests, and a preempted request decodes its text again.
     cache : Cache
         Cache that `prefill` and `decode` extend.
+    has_decode_steps : bool
+        Whether it has `begin_decode`, from which greedy texts take their tokens; False by default.
+    looks_ahead : bool
+        Whether `begin_decode` returns before the computation has ended, as on GPUs, so that a step can begin before the
+        previous one has ended; otherwise, the default, this would only delay the tokens of the last one.
+    masks_tokens : bool
+        Whether decode steps have `DecodeStep.masked_tokens`, where logits are computed; False by default.
+    draft : Model or None
+        Small model of the same vocabulary, whose drafts this one verifies; None without one, the default.
     """
 
-    @property
-    def vocabulary(self) -> int: ...  # noqa: D102
+    vocabulary: int
+    context: int
+    trained_context: int = 0
+    slots: int
+    chunk: int
+    decodes_like_prefill: bool = False
+    cache: Cache
+    has_decode_steps: bool = False
+    looks_ahead: bool = False
+    masks_tokens: bool = False
+    draft: Model | None = None
 
     @property
-    def context(self) -> int: ...  # noqa: D102
+    def decode_rows(self) -> int:
+        """Maximum rows of a `decode` with consecutive tokens of a slot, with the bits of single steps; 0: none."""
+        return 0
 
     @property
-    def trained_context(self) -> int: ...  # noqa: D102
+    def prompt_chunk(self) -> int:
+        """Maximum number of tokens of one call of `prefill_logits`; 0 without it, the default."""
+        return 0
 
     @property
-    def slots(self) -> int: ...  # noqa: D102
+    def is_complete(self) -> bool:
+        """False while functions are still being compiled, without which several texts take longer; True by default."""
+        return True
 
-    @property
-    def chunk(self) -> int: ...  # noqa: D102
-
-    @property
-    def decodes_like_prefill(self) -> bool: ...  # noqa: D102
-
-    @property
-    def cache(self) -> Cache: ...  # noqa: D102
-
+    @abstractmethod
     def prefill(self, slot: int, tokens: np.ndarray) -> np.ndarray:
         """Append tokens (at most `chunk`, int32) to a sequence.
 
@@ -135,15 +178,16 @@ class Model(Protocol):
             If pages run out.
         """
 
+    @abstractmethod
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Append one token to each of several sequences.
 
         Parameters
         ----------
         slots : sequence of int
-            Slots of the sequences, each once.
+            Slots of the sequences, each once, or several times if `decode_rows` allows it.
         tokens : sequence of int
-            Token of each sequence.
+            Token of each row.
 
         Returns
         -------
@@ -155,34 +199,6 @@ class Model(Protocol):
         CacheError
             If pages run out.
         """
-
-
-class DecodeStep(Protocol):
-    """A decode step that may still run."""
-
-    def tokens(self) -> list[int]:
-        """Wait for the end, and return the index of the largest logit of each sequence (the first of equal ones).
-
-        Raises
-        ------
-        HeteroError
-            If the step failed, or the largest logit of a sequence is infinite, or one is NaN.
-        """
-
-
-@runtime_checkable
-class LookAheadModel(Model, Protocol):
-    """A model that can begin a decode step before the previous one has ended.
-
-    Attributes
-    ----------
-    looks_ahead : bool
-        Whether `begin_decode` returns before the computation has ended, as on GPUs; otherwise a step ahead would only
-        delay the tokens of the last one. Greedy texts take the step's tokens anyway.
-    """
-
-    @property
-    def looks_ahead(self) -> bool: ...  # noqa: D102
 
     def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | DecodeStep) -> DecodeStep:
         """Append one token to each of several sequences, without waiting for the end of the computation.
@@ -204,102 +220,17 @@ class LookAheadModel(Model, Protocol):
         CacheError
             If pages run out. After this or any other error no sequence has changed.
         """
-
-
-class MaskableStep(DecodeStep, Protocol):
-    """A decode step of a `MaskingModel`."""
-
-    def masked_tokens(self, masks: np.ndarray) -> list[int]:
-        """As `tokens`, among tokens that masks allow.
-
-        Parameters
-        ----------
-        masks : np.ndarray
-            (sequences, words) of int32, see `encoding.token_masks`.
-
-        Raises
-        ------
-        HeteroError
-            See `tokens`.
-        """
-
-
-@runtime_checkable
-class MaskingModel(LookAheadModel, Protocol):
-    """A model whose decode steps apply masks of allowed tokens where logits are computed.
-
-    Attributes
-    ----------
-    masks_tokens : bool
-        Whether its steps are `MaskableStep` objects.
-    """
-
-    @property
-    def masks_tokens(self) -> bool: ...  # noqa: D102
-
-    def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | DecodeStep) -> MaskableStep:
-        """See `LookAheadModel`.
-
-        Parameters
-        ----------
-        slots : sequence of int
-            Slots of the sequences, each once.
-        tokens : sequence of int or DecodeStep
-            Token of each sequence, or the last step.
-        """
-
-
-@runtime_checkable
-class MultiRowModel(Model, Protocol):
-    """A model whose decode steps may have several tokens of a sequence, with the bits of single steps.
-
-    Attributes
-    ----------
-    decode_rows : int
-        Maximum number of rows of a call of `decode` that gives a slot several times, for consecutive tokens; 0 if none
-        may.
-    """
-
-    @property
-    def decode_rows(self) -> int: ...  # noqa: D102
-
-
-@runtime_checkable
-class DraftedModel(Model, Protocol):
-    """A model with a draft model.
-
-    Attributes
-    ----------
-    draft : Model or None
-        Small model of the same vocabulary, whose drafts this one verifies; None without one.
-    """
-
-    @property
-    def draft(self) -> Model | None: ...  # noqa: D102
-
-
-@runtime_checkable
-class PromptLogitsModel(Model, Protocol):
-    """A model that can return the logits of all tokens of a prompt.
-
-    Attributes
-    ----------
-    prompt_chunk : int
-        Maximum number of tokens of one call of `prefill_logits`.
-    """
-
-    @property
-    def prompt_chunk(self) -> int: ...  # noqa: D102
+        raise NotImplementedError
 
     def prefill_logits(self, slot: int, tokens: np.ndarray) -> np.ndarray:
-        """Append tokens to a sequence as `prefill` does.
+        """Append tokens (at most `prompt_chunk`, int32) to a sequence, and return the logits of all of them.
 
         Parameters
         ----------
         slot : int
             Slot of the sequence.
         tokens : np.ndarray
-            Tokens in order, (count,) int32.
+            Tokens in order, (count,).
 
         Returns
         -------
@@ -311,20 +242,7 @@ class PromptLogitsModel(Model, Protocol):
         CacheError
             If pages run out.
         """
-
-
-@runtime_checkable
-class GrowingModel(Model, Protocol):
-    """A model that can be used before all its functions are compiled.
-
-    Attributes
-    ----------
-    is_complete : bool
-        False while functions are still being compiled, without which several texts take longer.
-    """
-
-    @property
-    def is_complete(self) -> bool: ...  # noqa: D102
+        raise NotImplementedError
 
 
 @runtime_checkable

@@ -391,14 +391,7 @@ def compile_layers(
     chunks: Sequence[int],
     context: int,
 ) -> CompiledModel:
-    """Compile a file, such as the first layers of a model, to measure devices.
-
-    Parameters
-    ----------
-    file : GgufFile
-    vdevices, placement, batches, chunks, context
-        As for `load`.
-    """
+    """Compile a file, such as the first layers of a model, to measure devices; the arguments are those of `load`."""
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.gguf.tensor_parallel import split_caches
 
@@ -559,14 +552,8 @@ def default_cache(
 ) -> PagedCache:
     """Functions and sequences of a model as `load` makes them by default, for plans.
 
-    Parameters
-    ----------
-    model : Hyperparameters
-    vdevices : sequence of VDevice
-    context : int or None
-        Tokens of a text; None for that of `load`.
-    slots : int or None
-        Maximum number of sequences; None for the largest batch.
+    `context`: tokens of a text, None for that of `load`; `slots`: maximum number of sequences, None for the largest
+    batch.
     """
     from ..frontend.paged_cache import PagedCache
 
@@ -591,10 +578,7 @@ def _load_onnx_folder(arguments: _Arguments) -> Loaded:
     return model, tokenizer
 
 
-_LOADERS: dict[str | None, Callable[[_Arguments], Loaded]] = {
-    "hub": _load_file,
-    "genai": _load_onnx_folder,
-}
+_LOADERS: dict[str | None, Callable[[_Arguments], Loaded]] = {"hub": _load_file, "genai": _load_onnx_folder}
 """Functions that load the model of a folder that is not compiled, by its kind."""
 
 
@@ -707,12 +691,7 @@ def _digest(path: Path) -> str:
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
     """Copy a folder's files of its tokenizer, or write a GGUF file with only its metadata; return their names.
 
-    Parameters
-    ----------
-    source : Path
-        GGUF file, or folder with a tokenizer.
-    target : Path
-        Folder to write to.
+    `source`: GGUF file, or folder with a tokenizer; `target`: folder to write to.
     """
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 

@@ -104,10 +104,7 @@ PRE_TOKENIZERS = _table(
         "jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code",
         PreTokenizer((_GPT2,)),
     ),
-    (
-        "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2",
-        PreTokenizer((r"\p{N}", _GPT2)),
-    ),
+    ("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", PreTokenizer((r"\p{N}", _GPT2))),
     ("falcon", PreTokenizer((rf"[{_PUNCTUATION}`]+", _GPT2, r"[0-9][0-9][0-9]"))),
     (
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
@@ -116,10 +113,7 @@ PRE_TOKENIZERS = _table(
     ("dbrx smaug-bpe chatglm-bpe glm4 glm5", PreTokenizer((_LLAMA3,))),
     ("jais-2", PreTokenizer((_JAIS2,))),
     ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _words(r"\p{N}+")), whole_words=True)),
-    (
-        "qwen2 stablelm2 deepseek-r1-qwen hunyuan megrez kormo f2llmv2 solar-open grok-2",
-        PreTokenizer((_QWEN2,)),
-    ),
+    ("qwen2 stablelm2 deepseek-r1-qwen hunyuan megrez kormo f2llmv2 solar-open grok-2", PreTokenizer((_QWEN2,))),
     ("qwen35", PreTokenizer((_QWEN35,))),
     ("ufakzeka", PreTokenizer((rf"{_WORD}|\p{{N}}|{_BLANKS}",))),
     ("laguna", PreTokenizer((_LINES, _QWEN2))),

@@ -23,14 +23,8 @@ class Prefix:
 class PrefixCache:
     """Sequences of finished requests, evicted in least-recently-used order.
 
-    Parameters
-    ----------
-    cache : Cache
-        Cache with their keys and values.
-    max_prefixes : int
-        Maximum number of sequences.
-    min_tokens : int
-        Minimum length of a common prefix; a shorter one is not worth copying a page.
+    `cache`: cache with their keys and values; `max_prefixes`: maximum number of sequences; `min_tokens`: minimum length
+    of a common prefix, a shorter one is not worth copying a page.
     """
 
     def __init__(self, cache: Cache, max_prefixes: int, min_tokens: int = 16) -> None:
@@ -68,12 +62,7 @@ class PrefixCache:
     def find_longest(self, tokens: np.ndarray, candidates: Iterable[Prefix] = ()) -> tuple[Prefix, int] | None:
         """Find the sequence with the longest common prefix, and its length; None if all are shorter than `min_tokens`.
 
-        Parameters
-        ----------
-        tokens : array of int32, (length,)
-            Tokens of a request.
-        candidates : iterable of Prefix
-            Further candidates, such as running requests.
+        `candidates`: further candidates, such as running requests.
         """
         best = max(
             ((prefix, common_length(prefix.tokens, tokens)) for prefix in (*self._entries, *candidates)),
@@ -87,18 +76,9 @@ class PrefixCache:
     def begin(self, prefix: Prefix, length: int) -> int | None:
         """Begin a sequence with the first `length` tokens of a prefix, and return its slot.
 
-        Other stored sequences are evicted if the cache is full; if there are none, the new sequence takes the
-        prefix's own slot.
-
-        Returns
-        -------
-        int or None
-            None if the prefix cannot be truncated to that length, since pages have left its window.
-
-        Raises
-        ------
-        CacheError
-            If the cache is full.
+        Other stored sequences are evicted if the cache is full; if there are none, the new sequence takes the prefix's
+        own slot. Returns None if the prefix cannot be truncated to that length, since pages have left its window.
+        Raises CacheError if the cache is full.
         """
         while True:
             try:

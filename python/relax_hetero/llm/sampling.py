@@ -64,13 +64,7 @@ class Uniform(NamedTuple):
 
 
 class Uniforms:
-    """Generator of the random numbers of a text, one for each of its tokens.
-
-    Parameters
-    ----------
-    seed : int or None
-        Seed; None for a random one.
-    """
+    """Generator of the random numbers of a text, one for each of its tokens. `seed`: seed, None for a random one."""
 
     def __init__(self, seed: int | None) -> None:
         # numpy does not accept negative seeds.
@@ -91,10 +85,7 @@ class Uniforms:
 class History:
     """Tokens that occur in the prompt and the text so far, for penalties.
 
-    Parameters
-    ----------
-    prompt : iterable of int
-        Tokens of the prompt, which only the repetition penalty considers.
+    `prompt`: tokens of the prompt, which only the repetition penalty considers.
     """
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
@@ -118,11 +109,7 @@ class History:
 
 
 def sample(
-    logits: np.ndarray,
-    params: SamplingParams,
-    generator: Generator,
-    history: History,
-    mask: np.ndarray | None = None,
+    logits: np.ndarray, params: SamplingParams, generator: Generator, history: History, mask: np.ndarray | None = None
 ) -> tuple[int, TokenLogprob | None]:
     """Sample a token.
 
@@ -156,11 +143,7 @@ def sample(
 
 
 def sample_token(
-    logits: np.ndarray,
-    params: SamplingParams,
-    generator: Generator,
-    history: History,
-    mask: np.ndarray | None = None,
+    logits: np.ndarray, params: SamplingParams, generator: Generator, history: History, mask: np.ndarray | None = None
 ) -> int:
     """Sample a token without its log-probability; see `sample`."""
     adjusted = _apply_bias_and_penalties(logits, params, history)
@@ -333,14 +316,7 @@ def _first_above(sums: np.ndarray, value: float) -> int:
 def logprob_of(logits: np.ndarray, chosen: int, count: int) -> TokenLogprob:
     """Log-probabilities of a token and of the `count` most probable ones.
 
-    Parameters
-    ----------
-    logits : array of float32, (vocabulary,)
-        Logits.
-    chosen : int
-        Token.
-    count : int
-        Number of most probable tokens.
+    `chosen`: token; `count`: number of most probable tokens.
     """
     max_logit = float(logits.max())
     log_sum = max_logit + math.log(float(np.exp(logits - np.float32(max_logit)).sum(dtype=np.float64)))

@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 
 from ..errors import CacheError, HeteroError
-from .model import DecodeStep, GrowingModel, LookAheadModel, MaskingModel, Model, MultiRowModel, PromptLogitsModel
+from .model import DecodeStep, Model
 from .prefix_cache import Prefix, PrefixCache
 from .request import FinishReason
 from .sequence import Sequence
@@ -69,47 +69,31 @@ class Scheduler:
     tokens always decoded: a preempted request repeats its decode steps without sampling.
 
     If all running requests are greedy and no other can begin, the next decode step is enqueued before the tokens of the
-    last one are awaited and handed out (`LookAheadModel`). Only requests that are still running get its tokens.
+    last one are awaited and handed out (`Model.looks_ahead`). Only requests that are still running get its tokens.
 
     Steps of few requests may have rows for drafts of their next tokens (`Speculation`). Rows after a wrong one are
     dropped.
 
     Not thread-safe.
-
-    Parameters
-    ----------
-    model : Model
-        Model, whose cache only this scheduler uses.
-    prefixes : int
-        Maximum number of finished sequences in the prefix cache.
-    proposers : iterable of Proposer
-        Sources of drafts, if the model can verify them (`MultiRowModel`).
-
-    Attributes
-    ----------
-    counts : Counts
-        Counts so far.
-    speculation : Speculation
-        Choice of drafts.
     """
 
-    def __init__(self, model: Model, prefixes: int = 8, proposers: Iterable[Proposer] = ()) -> None:
-        self.counts = Counts()
+    def __init__(
+        self,
+        model: Model,  # model, whose cache only this scheduler uses
+        prefixes: int = 8,  # maximum number of finished sequences in the prefix cache
+        proposers: Iterable[Proposer] = (),  # sources of drafts, if the model can verify them (`Model.decode_rows`)
+    ) -> None:
+        self.counts = Counts()  # counts so far
         self._model, self._cache = model, model.cache
         self._prefix_cache = PrefixCache(model.cache, prefixes)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._prefilling: Sequence | None = None
         self._cache_full = False  # no request is admitted until one has ended
-        self._greedy = model if isinstance(model, LookAheadModel) else None
-        self._look_ahead = self._greedy if self._greedy is not None and self._greedy.looks_ahead else None
-        self._masking = model if isinstance(model, MaskingModel) and model.masks_tokens else None
         self._ahead: StepAhead | None = None
-        self._growing = model if isinstance(model, GrowingModel) and not model.is_complete else None
-        self._decode_rows = model.decode_rows if isinstance(model, MultiRowModel) else 0
-        self.speculation = Speculation(list(proposers) if self._decode_rows else [])
+        self._is_growing, self._decode_rows = not model.is_complete, model.decode_rows
+        self.speculation = Speculation(list(proposers) if self._decode_rows else [])  # choice of drafts
         self._step_end = 0.0  # of the decode step before, if nothing was done since
-        self._prompt_logits = model if isinstance(model, PromptLogitsModel) else None
 
     def load(self) -> Load:
         """Return the current load."""
@@ -220,18 +204,18 @@ class Scheduler:
         if sequence is None or sequence.slot is None:
             return
         self._step_end = 0.0
-        end, model = self._prefill_length(sequence), self._prompt_logits
-        needs_all = model is not None and sequence.needs_prompt_logits
-        size = model.prompt_chunk if model is not None and needs_all else self._model.chunk
+        end, model = self._prefill_length(sequence), self._model
+        needs_all = sequence.needs_prompt_logits
+        size = model.prompt_chunk if needs_all else model.chunk
         chunk = np.asarray(sequence.tokens[sequence.cached : min(sequence.cached + size, end)], np.int32)
         logits = None  # stays so for a preempted request whose whole prompt was in the prefix cache
         try:
-            if chunk.size and model is not None and needs_all:
+            if chunk.size and needs_all:
                 all_logits = model.prefill_logits(sequence.slot, chunk)
                 sequence.observe(all_logits)
                 logits = all_logits[-1]
             elif chunk.size:
-                logits = self._model.prefill(sequence.slot, chunk)
+                logits = model.prefill(sequence.slot, chunk)
         except CacheError as error:
             self._recover_from_full_cache([sequence], error)
             return
@@ -251,7 +235,7 @@ class Scheduler:
     def _decode(self) -> None:
         """Decode one token of each running request, or more where drafts are right."""
         if self._ahead is None and self._has_grown():  # this step uses all functions
-            self._growing = None
+            self._is_growing = False
             self.speculation.forget_times()
         may_draft, begin = True, self._step_end or time.perf_counter()
         while self._running:
@@ -280,7 +264,7 @@ class Scheduler:
 
     def _has_grown(self) -> bool:
         """Return whether functions were compiled meanwhile, which a step ahead does not use."""
-        return self._growing is not None and self._growing.is_complete
+        return self._is_growing and self._model.is_complete
 
     def _fed_tokens(self, batch: list[Sequence], may_draft: bool) -> list[list[int]]:
         """Tokens of each sequence that a decode step computes: the first that is not in the cache, and a draft."""
@@ -316,13 +300,14 @@ class Scheduler:
     def _decode_batch(self, batch: list[Sequence], fed: list[list[int]]) -> Iterable[np.ndarray | int]:
         """Logits of a decode step, or its tokens if all sequences are greedy and the model computes them."""
         slots, tokens = _decode_arguments(batch, fed)
-        model, has_masks = self._greedy, any(sequence.has_mask for sequence in batch)
-        applies_masks = self._masking is not None and len(tokens) == len(batch)
-        if model is None or any(sequence.needs_logits for sequence in batch) or (has_masks and not applies_masks):
-            return self._model.decode(slots, tokens)
-        if has_masks and self._masking is not None:
-            return self._masked_tokens(self._masking, batch, slots, tokens)
-        if len(tokens) > len(batch) or self._look_ahead is None:
+        model, has_masks = self._model, any(sequence.has_mask for sequence in batch)
+        needs_logits = any(sequence.needs_logits for sequence in batch)
+        applies_masks = model.masks_tokens and len(tokens) == len(batch)
+        if not model.has_decode_steps or needs_logits or (has_masks and not applies_masks):
+            return model.decode(slots, tokens)
+        if has_masks:
+            return self._masked_tokens(batch, slots, tokens)
+        if len(tokens) > len(batch) or not model.looks_ahead:
             return model.begin_decode(slots, tokens).tokens()
         step = self._ahead or StepAhead(batch, model.begin_decode(slots, tokens))
         self._ahead = None
@@ -332,13 +317,11 @@ class Scheduler:
         next_tokens = step.tokens()
         return [next_tokens[sequence] for sequence in batch]
 
-    def _masked_tokens(
-        self, model: MaskingModel, batch: list[Sequence], slots: list[int], tokens: list[int]
-    ) -> list[int]:
+    def _masked_tokens(self, batch: list[Sequence], slots: list[int], tokens: list[int]) -> list[int]:
         """Greedy tokens of a decode step among those that masks allow, which are made while the device computes."""
-        step = model.begin_decode(slots, tokens)
+        step = self._model.begin_decode(slots, tokens)
         try:
-            masks = np.stack([sequence.mask(model.vocabulary) for sequence in batch])
+            masks = np.stack([sequence.mask(self._model.vocabulary) for sequence in batch])
         except Exception:
             step.tokens()
             raise

@@ -30,32 +30,19 @@ _NODES_AT_ONCE = 4096
 
 
 def sentencepiece_model(
-    names: Sequence[str],
-    scores: Sequence[float] | np.ndarray,
-    kinds: Sequence[int],
-    has_bytes: bool,
+    names: Sequence[str],  # names of the pieces
+    scores: Sequence[float] | np.ndarray,  # their scores
+    kinds: Sequence[int],  # their kinds, sentencepiece's numbers
+    has_bytes: bool,  # whether characters without a piece become byte tokens
     *,
-    model_type: int = BPE,
-    add_prefix: bool = False,
-    remove_extra_spaces: bool = False,
-    escape_spaces: bool = True,
+    model_type: int = BPE,  # `BPE` or `UNIGRAM`
+    add_prefix: bool = False,  # whether a space comes before a text
+    remove_extra_spaces: bool = False,  # whether spaces at its ends and repeated ones are dropped
+    escape_spaces: bool = True,  # whether spaces are U+2581
+    # Replacements of characters (``precompiled_charsmap``), which `check_character_map` has checked; empty for none.
     character_map: bytes = b"",
 ) -> bytes:
-    """Serialize a model of sentencepiece.
-
-    Parameters
-    ----------
-    names, scores, kinds
-        Names, scores and kinds of the pieces; kinds are sentencepiece's numbers.
-    has_bytes : bool
-        Whether characters without a piece become byte tokens.
-    model_type : int
-        `BPE` or `UNIGRAM`.
-    add_prefix, remove_extra_spaces, escape_spaces : bool
-        Whether a space comes before a text, spaces at its ends and repeated ones are dropped, and spaces are U+2581.
-    character_map : bytes
-        Replacements of characters (``precompiled_charsmap``), which `check_character_map` has checked; empty for none.
-    """
+    """Serialize a model of sentencepiece."""
     fields = [_field(_PIECES, _BYTES), _field(_PIECE, _BYTES), _field(_SCORE, _FLOAT), _field(_TYPE, _NUMBER)]
     short_piece = b"%b%%c%b%%c%%b%b%%b%b%%c" % tuple(fields)  # lengths below 128 are bytes
     packed_scores = struct.iter_unpack("4s", np.asarray(scores, "<f4").tobytes())
@@ -88,17 +75,8 @@ def check_character_map(data: bytes) -> None:
 
     They are the size of a double array, this array, and texts that end with a zero byte. The array is a trie over
     bytes: the child of node n for byte c is node ``n ^ offset ^ c`` with the label c, and a leaf's child for byte 0
-    holds the offset of its text.
-
-    Parameters
-    ----------
-    data : bytes
-        The replacements (``precompiled_charsmap``).
-
-    Raises
-    ------
-    TokenizerError
-        If the array, or an offset in it, ends outside of the data or inside of a character.
+    holds the offset of its text. `data`: the replacements (``precompiled_charsmap``). Raises TokenizerError if the
+    array, or an offset in it, ends outside of the data or inside of a character.
     """
     size = int.from_bytes(data[:4], "little")
     texts = data[4 + size :]
@@ -126,20 +104,8 @@ def check_character_map(data: bytes) -> None:
 def read_sentencepiece_model(data: bytes) -> dict[str, Any]:
     """Read a model of sentencepiece as metadata under the names of GGUF files.
 
-    Parameters
-    ----------
-    data : bytes
-        Content of a ``tokenizer.model``.
-
-    Returns
-    -------
-    dict
-        Metadata for `Tokenizer`, by key without ``tokenizer.ggml.``.
-
-    Raises
-    ------
-    TokenizerError
-        If the bytes are not a model, or it neither merges pairs nor is a unigram model.
+    `data`: content of a ``tokenizer.model``. Returns the metadata for `Tokenizer`, by key without ``tokenizer.ggml.``.
+    Raises TokenizerError if the bytes are not a model, or it neither merges pairs nor is a unigram model.
     """
     try:
         return _read_model(data)

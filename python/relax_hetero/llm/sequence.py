@@ -16,53 +16,27 @@ from .text_stream import Delta, TextStream
 
 
 class Sequence:
-    """Tokens of a request, and the number of them that are in the cache.
-
-    Parameters
-    ----------
-    request : Request
-        Handle that the caller holds.
-    arrival : int
-        Number of the request in order of arrival.
-    tokenizer : TokenizerProtocol
-        Tokenizer that the text is made with.
-    context : int
-        Maximum number of tokens of prompt and text together.
-    constraint : Constraint, optional
-        Tokens that `SamplingParams.structured_outputs` allows.
-
-    Attributes
-    ----------
-    tokens : list
-        Tokens of the prompt and the text so far.
-    slot : int or None
-        Slot in the cache; None while the request waits.
-    cached : int
-        Number of leading tokens that are in the cache.
-    needs_logits : bool
-        See `SamplingParams`.
-    needs_prompt_logits : bool
-        Whether log-probabilities of the prompt's tokens are requested.
-    """
+    """Tokens of a request, and the number of them that are in the cache."""
 
     def __init__(
         self,
-        request: Request,
-        arrival: int,
-        tokenizer: TokenizerProtocol,
-        context: int,
-        constraint: Constraint | None = None,
+        request: Request,  # handle that the caller holds
+        arrival: int,  # number of the request in order of arrival
+        tokenizer: TokenizerProtocol,  # tokenizer that the text is made with
+        context: int,  # maximum number of tokens of prompt and text together
+        constraint: Constraint | None = None,  # tokens that `SamplingParams.structured_outputs` allows
     ) -> None:
         params = request.params
         self.request, self.arrival = request, arrival
-        self.tokens = list(request.prompt)
-        self.slot: int | None = None
-        self.cached = 0
-        self.needs_logits = params.needs_logits
+        self.tokens = list(request.prompt)  # tokens of the prompt and the text so far
+        self.slot: int | None = None  # slot in the cache; None while the request waits
+        self.cached = 0  # number of leading tokens that are in the cache
+        self.needs_logits = params.needs_logits  # see `SamplingParams`
         self._reused = 0
         self._constraint = constraint
         max_tokens = context if params.max_tokens is None else params.max_tokens
         self._max_tokens = min(context, len(self.tokens) + max_tokens)
+        # Whether log-probabilities of the prompt's tokens are requested.
         self.needs_prompt_logits = params.prompt_logprobs is not None
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else tokenizer.stop_ids)
         self._uniforms = Uniforms(params.seed)
@@ -99,15 +73,8 @@ class Sequence:
     def accept(self, logits: np.ndarray) -> FinishReason | None:
         """Sample the next token and `append` it.
 
-        Parameters
-        ----------
-        logits : array of float32, (vocabulary,)
-            Logits of the last token.
-
-        Raises
-        ------
-        HeteroError
-            If the logits are not finite, or the grammar takes too long.
+        `logits`: logits of the last token. Raises HeteroError if the logits are not finite, or the grammar takes too
+        long.
         """
         mask = self.mask(logits.size) if self.has_mask else None
         return self.append(*sample(logits, self.request.params, self._uniforms, self._history, mask))
@@ -115,22 +82,14 @@ class Sequence:
     def sample_ahead(self, logits: np.ndarray, index: int) -> int:
         """Sample a token of a draft with the random number of the text's token at its position.
 
-        Parameters
-        ----------
-        logits : array of float32, (vocabulary,)
-            Logits of a draft model.
-        index : int
-            Number of tokens of the draft before.
+        `logits`: logits of a draft model; `index`: number of tokens of the draft before.
         """
         return sample_token(logits, self.request.params, self._uniforms.peek(index), self._history)
 
     def observe(self, logits: np.ndarray) -> None:
         """Record the log-probabilities of tokens of the prompt.
 
-        Parameters
-        ----------
-        logits : array of float32, (count, vocabulary)
-            Logits of the tokens after the first `cached` ones.
+        `logits`: logits of the tokens after the first `cached` ones.
         """
         logprobs, prompt = self.request.prompt_logprobs, self.request.prompt
         count = self.request.params.prompt_logprobs or 0
@@ -162,15 +121,7 @@ class Sequence:
     def mask(self, vocabulary: int) -> np.ndarray:
         """Bits of the tokens that may follow, see `token_masks`.
 
-        Parameters
-        ----------
-        vocabulary : int
-            Number of logits.
-
-        Raises
-        ------
-        HeteroError
-            If the grammar takes too long.
+        `vocabulary`: number of logits. Raises HeteroError if the grammar takes too long.
         """
         mask = full_mask(vocabulary) if self._constraint is None else self._constraint.mask()
         if self.generated >= self.request.params.min_tokens:

@@ -36,12 +36,7 @@ class Prompt(str):
 class SpecialTokens:
     """Splits texts at names of special tokens; the longest match wins.
 
-    Parameters
-    ----------
-    tokens : mapping of str to int
-        Tokens by name.
-    control : collection of str
-        Names that count in a `Prompt` only where its template wrote them.
+    `tokens`: tokens by name; `control`: names that count in a `Prompt` only where its template wrote them.
     """
 
     def __init__(self, tokens: Mapping[str, int], control: Collection[str] = ()) -> None:
@@ -85,10 +80,7 @@ class SpecialTokens:
 def control_tokens(tokenizer: TokenizerProtocol) -> dict[str, int]:
     """Control tokens of a tokenizer by name; empty if it does not tell them.
 
-    Parameters
-    ----------
-    tokenizer : TokenizerProtocol
-        Tokenizer, perhaps with `names` and `control_names` as `Tokenizer` has them.
+    `tokenizer`: tokenizer, perhaps with `names` and `control_names` as `Tokenizer` has them.
     """
     control = getattr(tokenizer, "control_names", ())
     return {name: token for token, name in enumerate(getattr(tokenizer, "names", ())) if name in control}
@@ -97,10 +89,7 @@ def control_tokens(tokenizer: TokenizerProtocol) -> dict[str, int]:
 def begin_and_end(tokenizer: TokenizerProtocol) -> dict[str, str]:
     """Names of the tokens for the beginning and the end of a text; empty if the tokenizer does not tell them.
 
-    Parameters
-    ----------
-    tokenizer : TokenizerProtocol
-        Tokenizer, perhaps with `names` and `begin_id` as `Tokenizer` has them.
+    `tokenizer`: tokenizer, perhaps with `names` and `begin_id` as `Tokenizer` has them.
     """
     ids = {"bos_token": getattr(tokenizer, "begin_id", None), "eos_token": min(tokenizer.stop_ids, default=None)}
     names = getattr(tokenizer, "names", ())
@@ -110,17 +99,7 @@ def begin_and_end(tokenizer: TokenizerProtocol) -> dict[str, str]:
 class NamingTokenizer:
     """Tokenizer some of whose control tokens add their names to a text.
 
-    Parameters
-    ----------
-    tokenizer : TokenizerProtocol
-        Tokenizer of the model.
-    visible : collection of str
-        Names of these control tokens.
-
-    Attributes
-    ----------
-    stop_ids : frozenset of int
-        Tokens that end a text.
+    `tokenizer`: tokenizer of the model; `visible`: names of these control tokens; `stop_ids`: tokens that end a text.
     """
 
     def __init__(self, tokenizer: TokenizerProtocol, visible: Collection[str]) -> None:
@@ -128,11 +107,5 @@ class NamingTokenizer:
         self._names = {token: name.encode() for name, token in control_tokens(tokenizer).items() if name in visible}
 
     def piece(self, token: int) -> bytes:
-        """Bytes that a token adds to a text.
-
-        Parameters
-        ----------
-        token : int
-            Token id.
-        """
+        """Bytes that a token adds to a text."""
         return self._names.get(token) or self._piece(token)

@@ -41,15 +41,7 @@ class StepTimes:
         self._begun: set[int] = set()
 
     def update(self, rows: int, seconds: float) -> None:
-        """Record the time of a step, unless it is the first of its size, which also prepares others.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-        seconds : float
-            Time.
-        """
+        """Record the time of a step, unless it is the first of its size, which also prepares others."""
         size = _size(rows)
         if size not in self._begun:
             self._begun.add(size)
@@ -59,23 +51,11 @@ class StepTimes:
         self._seconds[size] = average + _SMOOTHING * (min(seconds, 2 * average) - average)
 
     def seconds(self, rows: int) -> float | None:
-        """Average time of a step; None if unknown.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-        """
+        """Average time of a step; None if unknown."""
         return self._seconds.get(_size(rows))
 
     def nearest(self, rows: int) -> float | None:
-        """Average time of a step of the nearest size that is known; None if none is.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-        """
+        """Average time of a step of the nearest size that is known; None if none is."""
         size = _size(rows)
         return self._seconds[min(self._seconds, key=lambda each: abs(each - size))] if self._seconds else None
 
@@ -85,53 +65,24 @@ def _size(rows: int) -> int:
 
 
 class Proposer(Protocol):
-    """Source of drafts of several texts.
-
-    Attributes
-    ----------
-    name : str
-        Name in statistics.
-    """
+    """Source of drafts of several texts. `name`: name in statistics."""
 
     name: str
 
     def limit(self, text: Text) -> int:
-        """Maximum number of tokens that it can draft now; 0 if it has none.
-
-        Parameters
-        ----------
-        text : Text
-            Text that is decoded.
-        """
+        """Maximum number of tokens that it can draft now; 0 if it has none."""
 
     def seconds(self, text: Text, texts: int, length: int) -> tuple[float, float]:
         """Time of a draft in a step, and that of its beginning, which later drafts save.
 
-        Parameters
-        ----------
-        text : Text
-            Text that is decoded.
-        texts, length : int
-            Number of texts with drafts, and tokens of each.
+        `texts`, `length`: number of texts with drafts, and tokens of each.
         """
 
     def draft(self, lengths: Mapping[Text, int]) -> Mapping[Text, list[int]]:
-        """Draft tokens; texts may get fewer, or be missing.
-
-        Parameters
-        ----------
-        lengths : mapping
-            Maximum number of tokens of each text.
-        """
+        """Draft tokens; texts may get fewer, or be missing."""
 
     def release(self, text: Text) -> None:
-        """Forget a text that has ended or was preempted.
-
-        Parameters
-        ----------
-        text : Text
-            Text, perhaps one that is not known.
-        """
+        """Forget a text that has ended or was preempted, perhaps one that is not known."""
 
     def close(self) -> None:
         """Free what is kept of texts that have ended."""
@@ -143,19 +94,9 @@ class Speculation:
     A step with a draft has the value of as many steps without as it gives tokens. What drafts lose is bounded: they may
     use a credit of few steps' time, which grows by a fraction of the time of steps without drafts, and by what drafts
     gain. Proposers that lose are tried again as the credit grows. What a text costs before its first draft, such as the
-    prefill of a draft model, is a debt, which both repay before the next text may begin.
-
-    Parameters
-    ----------
-    proposers : sequence of Proposer
-        Proposers, of which the most profitable one drafts for a text.
-
-    Attributes
-    ----------
-    times : StepTimes
-        Times of steps.
-    drafted, accepted : int
-        Tokens of drafts so far, and those of them that were right.
+    prefill of a draft model, is a debt, which both repay before the next text may begin. `proposers`: proposers, of
+    which the most profitable one drafts for a text; `times`: times of steps; `drafted`, `accepted`: tokens of drafts so
+    far, and those of them that were right.
     """
 
     def __init__(self, proposers: Sequence[Proposer]) -> None:
@@ -174,12 +115,7 @@ class Speculation:
     def draft(self, texts: Sequence[Text], limits: Sequence[int]) -> list[list[int]]:
         """Drafts of a decode step.
 
-        Parameters
-        ----------
-        texts : sequence of Text
-            Texts of the step.
-        limits : sequence of int
-            Maximum number of tokens of each text's draft.
+        `texts`: texts of the step; `limits`: maximum number of tokens of each text's draft.
         """
         lengths: dict[Proposer, dict[Text, int]] = {}
         for text, limit in zip(texts, limits, strict=True):
@@ -205,24 +141,15 @@ class Speculation:
     def wants(self, texts: Sequence[Text], limit: int) -> bool:
         """Return whether a text would get a draft if it were decoded now.
 
-        Parameters
-        ----------
-        texts : sequence of Text
-            Texts of a step.
-        limit : int
-            Maximum number of tokens of a draft.
+        `texts`: texts of a step; `limit`: maximum number of tokens of a draft.
         """
         return any(self._best(text, limit, len(texts))[1] for text in texts)
 
     def update(self, texts: int, rows: int, seconds: float) -> None:
         """Record the time of a decode step; `accept` must follow for each draft.
 
-        Parameters
-        ----------
-        texts, rows : int
-            Number of texts, and of rows with drafts.
-        seconds : float
-            Time since the last step, with that of the drafts.
+        `texts`, `rows`: number of texts, and of rows with drafts; `seconds`: time since the last step, with that of the
+        drafts.
         """
         usual = self.times.seconds(texts)
         seconds -= self._seconds + self._beginning_seconds
@@ -241,14 +168,7 @@ class Speculation:
     def accept(self, text: Text, drafted: int, accepted: int, texts: int) -> None:
         """Record how many tokens of a draft were right.
 
-        Parameters
-        ----------
-        text : Text
-            Text of the draft.
-        drafted, accepted : int
-            Numbers of tokens.
-        texts : int
-            Number of texts of the step.
+        `text`: text of the draft; `drafted`, `accepted`: numbers of tokens; `texts`: number of texts of the step.
         """
         name, acceptances = self._authors.pop(text), self._acceptance.get(text, {})
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
@@ -263,13 +183,7 @@ class Speculation:
             self._earn(accepted / texts * usual, usual)
 
     def release(self, text: Text) -> None:
-        """Forget a text that has ended or was preempted.
-
-        Parameters
-        ----------
-        text : Text
-            Text.
-        """
+        """Forget a text that has ended or was preempted."""
         self._acceptance.pop(text, None)  # `accept` of its last step still needs its author
         for proposer in self._proposers:
             self._begun.discard((text, proposer.name))

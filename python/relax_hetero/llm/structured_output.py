@@ -162,10 +162,7 @@ def _regex_rule(regex: str) -> str:
 def pattern_rule(pattern: str) -> str:
     """Terminal in Lark of texts in which a pattern of a JSON schema is found.
 
-    Parameters
-    ----------
-    pattern : str
-        Regular expression, perhaps with ``^`` at its beginning or ``$`` at its end.
+    `pattern`: regular expression, perhaps with ``^`` at its beginning or ``$`` at its end.
     """
     match = re.fullmatch(r"(\^?)((?:[^\\]|\\.)*?)(\$?)", pattern, re.DOTALL)
     if match is None:
@@ -250,21 +247,15 @@ def _error_of(matcher: Any) -> str:
 
 
 class Constraint:
-    """Tokens that may follow the text of one sequence.
+    """Tokens that may follow the text of one sequence."""
 
-    Parameters
-    ----------
-    matcher : llguidance.LLMatcher
-        Parser of the text so far.
-    vocabulary : int
-        Number of logits of a token.
-    pool : ThreadPoolExecutor
-        Threads that compute masks.
-    location : str
-        Name of the field that asks for it, for errors.
-    """
-
-    def __init__(self, matcher: Any, vocabulary: int, pool: ThreadPoolExecutor, location: str) -> None:
+    def __init__(
+        self,
+        matcher: Any,  # parser of the text so far
+        vocabulary: int,
+        pool: ThreadPoolExecutor,  # threads that compute masks
+        location: str,  # name of the field that asks for it, for errors
+    ) -> None:
         self._matcher, self._vocabulary, self._pool, self._location = matcher, vocabulary, pool, location
         self._mask: Future[np.ndarray] = pool.submit(self._compute_mask)
 
@@ -275,10 +266,7 @@ class Constraint:
     def advance(self, token: int) -> bool:
         """Append a token; return True if the text is complete, so that nothing may follow.
 
-        Raises
-        ------
-        RequestError
-            If the grammar needs more time or memory than llguidance allows.
+        Raises RequestError if the grammar needs more time or memory than llguidance allows.
         """
         if not self._matcher.consume_token(token):
             self._raise_error()
@@ -304,12 +292,8 @@ class Constraint:
 class Grammars:
     """Compiles structured outputs for the tokens of one tokenizer. Thread-safe.
 
-    Parameters
-    ----------
-    tokenizer : TokenizerProtocol
-        Tokenizer of the model.
-    vocabulary : int
-        Number of logits of a token; tokens beyond the tokenizer's are never allowed.
+    `tokenizer`: tokenizer of the model; `vocabulary`: number of logits of a token, tokens beyond the tokenizer's are
+    never allowed.
     """
 
     def __init__(self, tokenizer: TokenizerProtocol, vocabulary: int) -> None:
@@ -322,17 +306,8 @@ class Grammars:
     def constraint(self, outputs: StructuredOutputs) -> Constraint:
         """Compile a form, and begin to compute the mask of the first token.
 
-        Parameters
-        ----------
-        outputs : StructuredOutputs
-            Form of the text.
-
-        Raises
-        ------
-        RequestError
-            If it is not a valid schema, expression or grammar, or the package llguidance is not installed.
-        EngineClosedError
-            After `close`.
+        Raises RequestError if it is not a valid schema, expression or grammar, or the package llguidance is not
+        installed, and EngineClosedError after `close`.
         """
         matcher = self._compile(outputs.source, outputs.location).deep_copy()
         try:

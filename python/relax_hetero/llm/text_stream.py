@@ -31,17 +31,8 @@ class Delta:
 class TextStream:
     """Turns tokens into text.
 
-    Parameters
-    ----------
-    piece : callable
-        Function that returns the bytes of a token.
-    stops : tuple of str
-        Strings before which the text ends.
-
-    Attributes
-    ----------
-    stopped : bool
-        Whether the text has ended at a stop string.
+    `piece`: function that returns the bytes of a token; `stops`: strings before which the text ends; `stopped`: whether
+    the text has ended at a stop string.
     """
 
     def __init__(self, piece: Callable[[int], bytes], stops: tuple[str, ...] = ()) -> None:

@@ -91,10 +91,10 @@ class Tokenizer:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
-        stored = self.texts("tokens")
+        stored = self._texts("tokens")
         decoded = list(stored)
         self.names: Sequence[str] = [name or f"[EMPTY_{token}]" for token, name in enumerate(decoded)]
-        kinds = self.numbers("token_type", "kinds") if self._get("token_type", None) is not None else None
+        kinds = self._numbers("token_type", "kinds") if self._get("token_type", None) is not None else None
         self._kinds = _check_kinds(np.full(len(stored), NORMAL) if kinds is None else kinds, decoded)
         self.chat_template: str | None = fields.get("tokenizer.chat_template")
         self.sampling_defaults = SamplingParams.defaults_in(fields, "general.sampling")
@@ -210,16 +210,11 @@ class Tokenizer:
         found = (token for token, each in enumerate(self.names) if each == name)
         return next((token for token in found if self._kinds[token] not in (BYTE, UNUSED)), None)
 
-    # The functions that make the kinds of tokenizers use the members below.
+    # The functions that make the kinds of tokenizers use the members below; keys are those of the file's metadata,
+    # without ``tokenizer.ggml.``.
 
-    def texts(self, key: str) -> Sequence[str]:
-        """Read a required list of texts.
-
-        Parameters
-        ----------
-        key : str
-            Key of the file's metadata, without ``tokenizer.ggml.``.
-        """
+    def _texts(self, key: str) -> Sequence[str]:
+        """Read a required list of texts."""
         value = self._require(key)
         is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
         # Sequences other than lists come from a file, whose reader has checked the texts.
@@ -233,16 +228,8 @@ class Tokenizer:
                 raise TokenizerError(f"tokenizer.ggml.{key}: {found}, expected text of Unicode") from error
         return value  # type: ignore[no-any-return]
 
-    def numbers(self, key: str, noun: str) -> np.ndarray:
-        """Read a required list with a number for each token.
-
-        Parameters
-        ----------
-        key : str
-            Key of the file's metadata, without ``tokenizer.ggml.``.
-        noun : str
-            Name of the numbers, for messages.
-        """
+    def _numbers(self, key: str, noun: str) -> np.ndarray:
+        """Read a required list with a number for each token, which messages call `noun`."""
         value = self._require(key)
         is_list = isinstance(value, np.ndarray) or (isinstance(value, list) and set(map(type, value)) <= {int, float})
         array = np.asarray(value) if is_list else np.empty(0, bool)
@@ -253,31 +240,18 @@ class Tokenizer:
         return array
 
     @property
-    def kinds(self) -> bytes:
-        """Kind of each token."""
-        return self._kinds
-
-    @property
-    def unknown_id(self) -> int | None:
+    def _unknown_id(self) -> int | None:
         """Token for unknown text, if there is one."""
         return self._token("unknown_token_id", self.model.unknown_id)
 
-    def boolean(self, key: str, default: bool) -> bool:
-        """Read a flag.
-
-        Parameters
-        ----------
-        key : str
-            Key of the file's metadata, without ``tokenizer.ggml.``.
-        default : bool
-            Its value if the file has none.
-        """
-        value = self._get(key, default)
+    def _flag(self, key: str | None, default: bool) -> bool:
+        """Read a flag; `default` if there is no key, or the file lacks it."""
+        value = default if key is None else self._get(key, default)
         if not isinstance(value, bool):
             raise TokenizerError(f"tokenizer.ggml.{key}: found {value!r:.100}, expected true or false")
         return value
 
-    def character_map(self) -> bytes:
+    def _character_map(self) -> bytes:
         """Read the characters' replacements of sentencepiece (``precompiled_charsmap``); empty if there are none."""
         value = self._get("precompiled_charsmap", b"")
         try:
@@ -297,9 +271,6 @@ class Tokenizer:
         if value is None:
             raise TokenizerError(f"tokenizer.ggml.{key}: found nothing, expected it in the file's metadata")
         return value
-
-    def _flag(self, key: str | None, default: bool) -> bool:
-        return default if key is None else self.boolean(key, default)
 
     def _token(self, key: str, default: int | None = None) -> int | None:
         value = self._get(key, None)
@@ -357,7 +328,7 @@ def _sentencepiece(tokenizer: Tokenizer) -> _Codec:
     """Make a sentencepiece tokenizer, which merges the pair with the best score first."""
     encode = _sentencepiece_processor(tokenizer, BPE).encode
     # Without byte tokens, sentencepiece turns any number of unknown characters into one token.
-    return encode, partial(_piece_with_spaces, tokenizer), BYTE in tokenizer.kinds
+    return encode, partial(_piece_with_spaces, tokenizer), BYTE in tokenizer._kinds
 
 
 def _as_trained(tokenizer: Tokenizer, model_type: int) -> _Codec:
@@ -365,13 +336,13 @@ def _as_trained(tokenizer: Tokenizer, model_type: int) -> _Codec:
 
     Unigram models take the most probable pieces.
     """
-    merges_spaces = tokenizer.boolean("remove_extra_whitespaces", False)
+    merges_spaces = tokenizer._flag("remove_extra_whitespaces", False)
     # Texts come with their first space, which sentencepiece removes together with the extra ones.
-    add_prefix = merges_spaces and tokenizer.boolean("add_space_prefix", False)
+    add_prefix = merges_spaces and tokenizer._flag("add_space_prefix", False)
     options = {"remove_extra_spaces": merges_spaces, "add_prefix": add_prefix}
-    characters = tokenizer.character_map()
+    characters = tokenizer._character_map()
     processor = _sentencepiece_processor(tokenizer, model_type, character_map=characters, **options)
-    is_lossless = BYTE in tokenizer.kinds and not merges_spaces and not characters
+    is_lossless = BYTE in tokenizer._kinds and not merges_spaces and not characters
     return processor.encode, partial(_piece_with_spaces, tokenizer), is_lossless
 
 
@@ -392,12 +363,12 @@ def _sentencepiece_processor(tokenizer: Tokenizer, model_type: int, **options: A
     except ImportError as error:
         raise TokenizerError(f"this tokenizer needs the package sentencepiece; {pip_install('llm')}") from error
     with np.errstate(over="ignore"):
-        scores = tokenizer.numbers("scores", "scores").astype("float32")
+        scores = tokenizer._numbers("scores", "scores").astype("float32")
     if not np.isfinite(scores).all():
         raise TokenizerError(f"tokenizer.ggml.scores: found {scores[~np.isfinite(scores)][0]}, expected finite numbers")
-    kinds = bytearray(tokenizer.kinds)
-    if tokenizer.unknown_id is not None:
-        kinds[tokenizer.unknown_id] = UNKNOWN
+    kinds = bytearray(tokenizer._kinds)
+    if tokenizer._unknown_id is not None:
+        kinds[tokenizer._unknown_id] = UNKNOWN
     try:
         return SentencePieceProcessor(
             model_proto=sentencepiece_model(
@@ -411,7 +382,7 @@ def _sentencepiece_processor(tokenizer: Tokenizer, model_type: int, **options: A
 def _byte(tokenizer: Tokenizer, token: int) -> bytes | None:
     """Byte of a token such as ``<0x0A>``; None for other tokens."""
     name = tokenizer.names[token]
-    is_byte = tokenizer.kinds[token] == BYTE and re.fullmatch("<0x[0-9A-Fa-f]{2}>", name)
+    is_byte = tokenizer._kinds[token] == BYTE and re.fullmatch("<0x[0-9A-Fa-f]{2}>", name)
     return bytes.fromhex(name[3:5]) if is_byte else None
 
 
@@ -424,10 +395,10 @@ def _merges(tokenizer: Tokenizer) -> _Codec:
     """Make a BPE tokenizer, which applies merges in the order of the file to words, of bytes or of characters."""
     row = tokenizer.pre_tokenizer
     package = _tokenizers()
-    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in tokenizer.texts("merges")]
+    merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in tokenizer._texts("merges")]
     vocabulary = _unique_names(tokenizer)
     if row.whole_words or not row.is_byte_level:  # text must not become a control token
-        for token in np.flatnonzero(np.frombuffer(tokenizer.kinds, "uint8") == CONTROL).tolist():
+        for token in np.flatnonzero(np.frombuffer(tokenizer._kinds, "uint8") == CONTROL).tolist():
             del vocabulary[tokenizer.names[token]]
     with package_errors("tokenizers refuses the file's merges"):
         model = package.models.BPE(
@@ -435,14 +406,14 @@ def _merges(tokenizer: Tokenizer) -> _Codec:
         )
         bpe = package.Tokenizer(model)
     bpe.pre_tokenizer = _splitter(package.pre_tokenizers, row, tokenizer.model.drops_spaces)
-    if tokenizer.model.drops_spaces and tokenizer.boolean("normalizer.lowercase", False):
+    if tokenizer.model.drops_spaces and tokenizer._flag("normalizer.lowercase", False):
         bpe.normalizer = package.normalizers.Lowercase()
     encode = _encoder(bpe)
     byte_of = byte_of_character()
 
     def piece(token: int) -> bytes:
         name = tokenizer.names[token]
-        if tokenizer.kinds[token] == USER_DEFINED or any(character not in byte_of for character in name):
+        if tokenizer._kinds[token] == USER_DEFINED or any(character not in byte_of for character in name):
             return name.encode()
         return bytes(byte_of[character] for character in name)
 
@@ -471,22 +442,22 @@ def _wordpiece(tokenizer: Tokenizer) -> _Codec:
     Names of first pieces of words begin with U+2581 in GGUF files; in the package, those of others begin with ``##``.
     """
     package = _tokenizers()
-    unknown = tokenizer.unknown_id
+    unknown = tokenizer._unknown_id
     if unknown is None:
         raise TokenizerError("tokenizer.ggml.unknown_token_id: found nothing, expected the token of unknown words")
     vocabulary = {
         name[1:] if name.startswith(_SPACE) else f"##{name}": token
         for name, token in _unique_names(tokenizer).items()
-        if tokenizer.kinds[token] == NORMAL and token != unknown
+        if tokenizer._kinds[token] == NORMAL and token != unknown
     }
-    is_lowercase = tokenizer.boolean("normalizer.lowercase", True)
+    is_lowercase = tokenizer._flag("normalizer.lowercase", True)
     with package_errors("tokenizers refuses the file's tokens"):
         name = tokenizer.names[unknown]
         wordpiece = package.Tokenizer(package.models.WordPiece({**vocabulary, name: unknown}, unk_token=name))
     wordpiece.normalizer = package.normalizers.BertNormalizer(
         lowercase=is_lowercase,
-        strip_accents=tokenizer.boolean("normalizer.strip_accents", is_lowercase),
-        handle_chinese_chars=tokenizer.boolean("normalizer.handle_chinese_chars", True),
+        strip_accents=tokenizer._flag("normalizer.strip_accents", is_lowercase),
+        handle_chinese_chars=tokenizer._flag("normalizer.handle_chinese_chars", True),
     )
     wordpiece.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
     return _encoder(wordpiece), partial(_piece_with_spaces, tokenizer), False
@@ -497,9 +468,9 @@ def _longest_bytes(tokenizer: Tokenizer) -> _Codec:
     names = [_unescape(name) for name in tokenizer.names]
     # Texts and names have a character for each byte; text must not become a control token.
     tokens = SpecialTokens(
-        {name.decode("latin-1"): token for token, name in enumerate(names) if tokenizer.kinds[token] == NORMAL}
+        {name.decode("latin-1"): token for token, name in enumerate(names) if tokenizer._kinds[token] == NORMAL}
     )
-    unknown = tokenizer.unknown_id
+    unknown = tokenizer._unknown_id
 
     def encode(text: str) -> list[int]:
         ids: list[int] = []

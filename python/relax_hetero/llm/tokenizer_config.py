@@ -17,35 +17,19 @@ class TokenizerConfig:
 
     ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja`` and ``.json`` are read, and tokens that
     end a text from ``config.json``, ``generation_config.json`` and ``genai_config.json``. Any of them may be missing.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder of a model, as Hugging Face or onnxruntime-genai writes it.
-
-    Attributes
-    ----------
-    fields : dict
-        Content of ``tokenizer_config.json``.
-    end_ids : set of int
-        Tokens that end a text.
-    chat_template : str or None
-        Chat template in jinja2, if there is one.
-    sampling_defaults : dict of str to float
-        `SamplingParams` that ``generation_config.json`` recommends.
-
-    Raises
-    ------
-    TokenizerError
-        If a file cannot be read or does not hold what is expected.
+    Raises TokenizerError if a file cannot be read or does not hold what is expected.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,  # folder of a model, as Hugging Face or onnxruntime-genai writes it
+    ) -> None:
         self._folder = folder
-        self.fields = read_object(folder / "tokenizer_config.json")
-        self.end_ids = set(self._find_ends())
-        self.chat_template = self._find_template()
+        self.fields = read_object(folder / "tokenizer_config.json")  # content of ``tokenizer_config.json``
+        self.end_ids = set(self._find_ends())  # tokens that end a text
+        self.chat_template = self._find_template()  # chat template in jinja2, if there is one
         generation = folder / "generation_config.json"
+        # `SamplingParams` that ``generation_config.json`` recommends.
         self.sampling_defaults = SamplingParams.defaults_in(read_object(generation), str(generation))
 
     def name(self, key: str) -> str | None:

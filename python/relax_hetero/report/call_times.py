@@ -15,14 +15,8 @@ from .device_peaks import describe_machine
 def bench_of(threads: int, seconds: Mapping[str, Sequence[float]], failures: Mapping[str, str]) -> dict[str, Any]:
     """Convert times of programs to the ``bench`` data of a report.
 
-    Parameters
-    ----------
-    threads : int
-        Number of threads of each program.
-    seconds : mapping of str to sequence of float
-        Times of all calls in order, by program.
-    failures : mapping of str to str
-        Reasons why programs do not run the model.
+    `threads`: number of threads of each program; `seconds`: times of all calls in order, by program; `failures`:
+    reasons why programs do not run the model.
     """
     rows = [{"name": name, "seconds": [*seconds.get(name, ())], "fails": failures.get(name)} for name in seconds]
     missing = [{"name": name, "seconds": [], "fails": text} for name, text in failures.items() if name not in seconds]

@@ -48,14 +48,8 @@ _HALF_TYPES = {"f16": "float16", "bf16": "bfloat16"}
 def suggestions(metadata: Metadata, rows: Sequence[Data], peaks: Mapping[str, Data]) -> list[str]:
     """Sentences that suggest changes, by decreasing fraction of a call's time that they concern.
 
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the executable.
-    rows : sequence of dict
-        Rows of a profile as a report has them (`_profile`); empty without a profile.
-    peaks : mapping of str to dict
-        Measured peaks of devices, by name (`device_peaks.peaks_of`).
+    `metadata`: metadata of the executable; `rows`: rows of a profile as a report has them (`_profile`), empty without a
+    profile; `peaks`: measured peaks of devices, by name (`device_peaks.peaks_of`).
     """
     if not rows:
         return ["Nothing was measured: explain --profile, or profile= of Executable.report, says where the time goes."]
@@ -133,12 +127,8 @@ _TIMELINE_KINDS = {"step": "step", "transfer": "transfer", "result": "wait"}
 def timeline_of(trace: Trace, devices: Sequence[str]) -> Data | None:
     """The steps and transfers of calls that have ended, by queue; None if no call has ended.
 
-    Parameters
-    ----------
-    trace : Trace
-        Trace of calls of a machine, whose events have Chrome's trace format.
-    devices : sequence of str
-        Names of the machine's devices.
+    `trace`: trace of calls of a machine, whose events have Chrome's trace format; `devices`: names of the machine's
+    devices.
     """
     events = trace.events()
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
@@ -224,15 +214,8 @@ _PACKED_LAYOUT = re.compile(r"pack<outer=\[([\d, ]*)\] inner=\[([\d:, ]*)\]>")
 def layouts_of(encodings: Mapping[str, Any] | None) -> list[Data]:
     """A layout for each tensor that is packed in tiles.
 
-    Parameters
-    ----------
-    encodings : mapping of str to object or None
-        Encoding report of an executable (`Metadata.encodings`).
-
-    Returns
-    -------
-    list of dict
-        Layouts. ``of`` names the tensor: function, variable of an op, and index of its operand, -1 for its result.
+    `encodings`: encoding report of an executable (`Metadata.encodings`). ``of`` of a layout names the tensor: function,
+    variable of an op, and index of its operand, -1 for its result.
     """
     layouts: list[Data] = []
     for op in (encodings or {}).get("ops", ()):
@@ -353,20 +336,13 @@ def _kernels_by_time(metadata: Metadata, function: str) -> dict[tuple[float, ...
 
 
 def groups_of(
-    metadata: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Data] | None = None
+    metadata: Metadata,  # metadata of the executable
+    # Profiles with times of kernels, one per function. If a kernel was measured only as a whole, its time is divided
+    # equally among its calls.
+    profiles: Sequence[Profile] = (),
+    peaks: Mapping[str, Data] | None = None,  # peaks of devices, by name, as `device_peaks.peaks_of` measures them
 ) -> list[Data]:
-    """A group of nodes for each kernel call of an executable, in program order.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the executable.
-    profiles : sequence of Profile
-        Profiles with times of kernels, one per function. If a kernel was measured only as a whole, its time is divided
-        equally among its calls.
-    peaks : mapping of str to dict, optional
-        Peaks of devices, by name, as `device_peaks.peaks_of` measures them.
-    """
+    """A group of nodes for each kernel call of an executable, in program order."""
     dispatches = (metadata.fusions or {}).get("dispatches", [])
     missed = _missed_fusions(metadata.fusions or {})
     # A command buffer may call a variant of the kernel, under another name, that writes in place.

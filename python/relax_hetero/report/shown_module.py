@@ -45,25 +45,13 @@ UNPLACED = "unplaced"
 """Device of values that have no device yet."""
 
 
-def module_data(mod: tvm.IRModule, title: str = "") -> dict[str, Any]:
+def module_data(
+    mod: tvm.IRModule,  # module at any stage
+    title: str = "",  # title of the report; default: the names of its functions
+) -> dict[str, Any]:
     """Collect the data of a report of kind "module".
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module at any stage.
-    title : str
-        Title of the report; default: the names of its functions.
-
-    Returns
-    -------
-    dict
-        JSON data.
-
-    Raises
-    ------
-    VDeviceError
-        If the module's list of vdevices is invalid.
+    Returns JSON data. Raises VDeviceError if the module's list of vdevices is invalid.
     """
     graph = _Graph(mod)
     functions = [graph.add_function(gv, func) for gv, func in relax_functions(mod) if not _is_primitive(func)]
@@ -364,14 +352,8 @@ class Layers:
 def layers_of(nodes: Sequence[int], edges: Iterable[tuple[int, int]], close: Iterable[int] = ()) -> Layers:
     """Lay out an acyclic graph in rows (Sugiyama's method).
 
-    Parameters
-    ----------
-    nodes : sequence of int
-        Nodes in topological order.
-    edges : iterable of (int, int)
-        Edges; those against the order of `nodes` are ignored.
-    close : iterable of int
-        Nodes that, if they have no predecessor, lie just above their first successor, as weights do.
+    `nodes`: nodes in topological order; `edges`: edges, those against the order of `nodes` are ignored; `close`: nodes
+    that, if they have no predecessor, lie just above their first successor, as weights do.
     """
     position = {node: index for index, node in enumerate(nodes)}
     sorted_edges = sorted({(a, b) for a, b in edges if a in position and b in position and position[a] < position[b]})
@@ -434,12 +416,8 @@ MAX_NODES = 250
 def function_picture(data: Mapping[str, Any], function: str) -> Markup | None:
     """Draw a function of a report's data as SVG, from inputs at the top to results, without scripts.
 
-    Constants are not drawn; each node says how many it reads.
-
-    Returns
-    -------
-    Markup or None
-        None if the function has more than `MAX_NODES` nodes.
+    Constants are not drawn; each node says how many it reads. Returns None if the function has more than `MAX_NODES`
+    nodes.
     """
     nodes = {n["id"]: n for n in data["nodes"] if n["function"] == function and n["kind"] != "constant"}
     if not nodes or len(nodes) > MAX_NODES:
@@ -563,10 +541,7 @@ _OPEN_FUNCTIONS = 3
 class ShownModule:
     """Result of `rh.show`: a picture in notebooks, a table when it is printed.
 
-    Attributes
-    ----------
-    data : dict
-        Nodes, edges, devices and kernels as JSON data.
+    `data`: nodes, edges, devices and kernels as JSON data.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:

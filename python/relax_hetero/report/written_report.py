@@ -36,12 +36,8 @@ def write_report(
 ) -> None:
     """Write the report of an executable as an HTML file, or only its data if the path ends in ``.json``.
 
-    Provider of ``Executable.report``.
-
-    Raises
-    ------
-    HeteroError
-        If the path cannot be written, `compare` is not a report, or another compiler made the executable.
+    Provider of ``Executable.report``. Raises HeteroError if the path cannot be written, `compare` is not a report, or
+    another compiler made the executable.
     """
     target = report_path(path)
     previous = None if compare is None else read_report(compare)
@@ -53,10 +49,7 @@ def write_report(
 def write_plan(plan: ModelPlan, path: str | os.PathLike[str]) -> None:
     """Write the plan of a language model as an HTML file, or only its data if the path ends in ``.json``.
 
-    Raises
-    ------
-    HeteroError
-        If the path cannot be written.
+    Raises HeteroError if the path cannot be written.
     """
     target = report_path(path)
     data = {
@@ -72,13 +65,7 @@ def write_plan(plan: ModelPlan, path: str | os.PathLike[str]) -> None:
 
 
 def write_page(text: str, target: Path) -> None:
-    """Write a page.
-
-    Raises
-    ------
-    HeteroError
-        If the file cannot be written.
-    """
+    """Write a page. Raises HeteroError if the file cannot be written."""
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -88,10 +75,7 @@ def write_page(text: str, target: Path) -> None:
 def report_path(path: str | os.PathLike[str]) -> Path:
     """Check the path of a report before it is made.
 
-    Raises
-    ------
-    HeteroError
-        If the path is a folder, its folder does not exist, or it is not writable.
+    Raises HeteroError if the path is a folder, its folder does not exist, or it is not writable.
     """
     target = Path(path)
     if target.is_dir():
@@ -106,10 +90,7 @@ def report_path(path: str | os.PathLike[str]) -> Path:
 def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the data of a report, an HTML page or JSON.
 
-    Raises
-    ------
-    HeteroError
-        If the file cannot be read, or is not a report.
+    Raises HeteroError if the file cannot be read, or is not a report.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -21,17 +21,8 @@ if TYPE_CHECKING:
 def read_arrays(files: Sequence[str], names: Sequence[str]) -> dict[str, np.ndarray]:
     """Read arrays from ``x.npy``, ``NAME=x.npy`` and ``inputs.npz``.
 
-    Parameters
-    ----------
-    files : sequence of str
-        Arguments of the command line.
-    names : sequence of str
-        Inputs of the model; an ``.npy`` file without a name is for the first input without an array.
-
-    Raises
-    ------
-    BindingError
-        If a file cannot be read, or an input is unknown or given twice.
+    `files`: arguments of the command line; `names`: inputs of the model, an ``.npy`` file without a name is for the
+    first input without an array. Raises BindingError if a file cannot be read, or an input is unknown or given twice.
     """
     arrays: dict[str, np.ndarray] = {}
     for text in files:
@@ -59,12 +50,8 @@ def random_arrays(
     """Complete `arrays` by random ones; parameters are left out.
 
     `shapes` holds shapes of inputs and, as one extent, sizes of symbolic dimensions. Floats are standard normal.
-    Integers are zeros and ones, which are valid masks and indices.
-
-    Raises
-    ------
-    BindingError
-        If an input is not a tensor, or the size of a symbolic dimension is missing.
+    Integers are zeros and ones, which are valid masks and indices. Raises BindingError if an input is not a tensor, or
+    the size of a symbolic dimension is missing.
     """
     generator = np.random.default_rng(seed)
     inputs: dict[str, np.ndarray] = {}
@@ -89,10 +76,7 @@ def tensor_spec(spec: object) -> TensorSpec:
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write an ``.npz`` file; unlike ``numpy.savez``, with any names (such as ``file``).
 
-    Raises
-    ------
-    HeteroError
-        If the file cannot be written.
+    Raises HeteroError if the file cannot be written.
     """
     # Replace the file instead of overwriting it: another process may have mapped it.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

@@ -130,24 +130,13 @@ class Timing:
 
 
 def interleave(
-    calls: Mapping[str, Callable[[], object]],
-    rounds: int,
-    budget: float,
+    calls: Mapping[str, Callable[[], object]],  # programs by name
+    rounds: int,  # number of timed calls of each program
+    budget: float,  # seconds after which a program skips the remaining rounds, once it has `MIN_CALLS` timed calls
+    # Called with the program's name after each of its rounds, also skipped ones.
     advance: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
-    """Time every program once per round, so that other load on the machine affects all alike.
-
-    Parameters
-    ----------
-    calls : mapping of str to callable
-        Programs by name.
-    rounds : int
-        Number of timed calls of each program.
-    budget : float
-        Seconds after which a program skips the remaining rounds, once it has `MIN_CALLS` timed calls.
-    advance : callable
-        Called with the program's name after each of its rounds, also skipped ones.
-    """
+    """Time every program once per round, so that other load on the machine affects all alike."""
     timings = {name: Timing() for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -196,10 +185,7 @@ class TracedCalls:
 def trace_calls(executable: Executable, inputs: Mapping[str, np.ndarray], calls: int, path: Path) -> TracedCalls:
     """Submit calls of ``main`` on the same inputs, and write their trace.
 
-    Parameters
-    ----------
-    path : Path
-        File to write; replaced if it exists.
+    `path`: file to write; replaced if it exists.
     """
     from ..vm.machine import VirtualMachine
 

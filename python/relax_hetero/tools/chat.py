@@ -113,31 +113,18 @@ def _write_page(path: Path, title: str, answers: list[tuple[Request, list[Piece]
 
 
 class Conversation:
-    """Messages of a conversation, and the answers to them.
-
-    Parameters
-    ----------
-    engine : Engine
-        Engine of the model.
-    template : ChatTemplate or None
-        Chat template; None completes texts as they are.
-    params : SamplingParams
-        Sampling parameters of each answer.
-    system : str or None
-        System prompt.
-
-    Attributes
-    ----------
-    answers : list of (Request, list of Piece)
-        Answers so far, and their pieces.
-    """
+    """Messages of a conversation, and the answers to them."""
 
     def __init__(
-        self, engine: Engine, template: ChatTemplate | None, params: SamplingParams, system: str | None
+        self,
+        engine: Engine,  # engine of the model
+        template: ChatTemplate | None,  # chat template; None completes texts as they are
+        params: SamplingParams,
+        system: str | None,
     ) -> None:
         self._engine, self._template, self._params, self._system = engine, template, params, system
         self._messages: list[dict[str, str]] = []
-        self.answers: list[tuple[Request, list[Piece]]] = []
+        self.answers: list[tuple[Request, list[Piece]]] = []  # answers so far, and their pieces
         self.reset()
 
     def reset(self) -> None:
@@ -147,12 +134,7 @@ class Conversation:
     def reply(self, text: str) -> None:
         """Send a message, and print the answer as it comes; Ctrl-C ends it.
 
-        The message is dropped if there is an error.
-
-        Raises
-        ------
-        HeteroError
-            If the engine or the template raises it.
+        The message is dropped if there is an error. Raises HeteroError if the engine or the template raises it.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         request = self._engine.submit(text if self._template is None else self._template.render(messages), self._params)

@@ -95,10 +95,7 @@ class LanguageModelOptions:
     def chat_template(self, tokenizer: Tokenizer | JsonTokenizer) -> ChatTemplate:
         """Make the chat template; a guessed one is reported on stderr, an invalid one of the model has a `fault`.
 
-        Raises
-        ------
-        HeteroError
-            If `template` cannot be read, or is not a template.
+        Raises HeteroError if `template` cannot be read, or is not a template.
         """
         from ..artifact.regular_files import read_regular
         from ..llm import ChatTemplate

@@ -27,18 +27,7 @@ class LoadingParts:
     """Progress of loading, to be called as `relax_hetero.compile` calls its `progress`.
 
     On a terminal the spinner's line changes; elsewhere, such as in a log, each part writes a line when it begins.
-
-    Parameters
-    ----------
-    name : str
-        Name of the model.
-    status : rich.status.Status
-        Spinner on stderr.
-
-    Attributes
-    ----------
-    seconds : dict of str to float
-        Seconds of each part so far.
+    `name`: name of the model; `status`: spinner on stderr; `seconds`: seconds of each part so far.
     """
 
     def __init__(self, name: str, status: Status) -> None:

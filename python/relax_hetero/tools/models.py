@@ -52,34 +52,18 @@ def is_onnx(path: Path) -> bool:
 
 
 def obtain(
-    path: Path,
+    path: Path,  # ONNX file or library
     placing: PlacementOptions,
-    cache: bool,
-    key: bytes | None = None,
+    cache: bool,  # whether to use the compile cache
+    key: bytes | None = None,  # key that a library must be signed with
+    # As for `rh.compile`.
     checks: str = "default",
     accuracy: str = "default",
 ) -> Model:
     """Compile an ONNX file, or load an exported library.
 
-    Parameters
-    ----------
-    path : Path
-        ONNX file or library.
-    placing : PlacementOptions
-        Options of placement.
-    cache : bool
-        Whether to use the compile cache.
-    key : bytes, optional
-        Key that a library must be signed with.
-    checks, accuracy : str
-        As for `rh.compile`.
-
-    Raises
-    ------
-    HeteroError
-        If the model cannot be imported, placed, compiled or loaded.
-    click.UsageError
-        If options of placement or compilation are given for a library.
+    Raises HeteroError if the model cannot be imported, placed, compiled or loaded, and click.UsageError if options of
+    placement or compilation are given for a library.
     """
     if is_onnx(path):
         return compile_onnx(path, placing, cache, checks, accuracy)
@@ -109,12 +93,8 @@ def is_saved(path: Path) -> bool:
 def placed_module(path: Path, placing: PlacementOptions) -> IRModule:
     """Import and place an ONNX or a GGUF file, or a folder of Hugging Face.
 
-    Raises
-    ------
-    HeteroError
-        If the model cannot be imported or placed.
-    click.UsageError
-        If an option does not apply to a GGUF file.
+    Raises HeteroError if the model cannot be imported or placed, and click.UsageError if an option does not apply to a
+    GGUF file.
     """
     import relax_hetero as rh
 
@@ -130,13 +110,7 @@ def placed_module(path: Path, placing: PlacementOptions) -> IRModule:
 
 
 def gguf_options(path: Path, placing: PlacementOptions) -> dict[str, Any]:
-    """Keyword arguments for ``rh.from_gguf``.
-
-    Raises
-    ------
-    click.UsageError
-        If an option does not apply to a GGUF file.
-    """
+    """Keyword arguments for ``rh.from_gguf``. Raises click.UsageError if an option does not apply to a GGUF file."""
     options = placing.import_options()
     for name in ("shapes", "limits", "objective"):
         if options.pop(name, None) is not None:

@@ -34,10 +34,7 @@ class Comparison:
 def reference(model: Path, threads: int = 0) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
     """Make a function that runs `model` with ONNX Runtime on the CPU.
 
-    Raises
-    ------
-    HeteroError
-        If ONNX Runtime is not installed or refuses the model.
+    Raises HeteroError if ONNX Runtime is not installed or refuses the model.
     """
     try:
         import onnxruntime

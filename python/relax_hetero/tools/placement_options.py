@@ -42,12 +42,7 @@ class VDeviceParam(click.ParamType):
 class PairParam(click.ParamType):
     """Two texts, split at the last ``=``: names of nodes may contain others.
 
-    Attributes
-    ----------
-    name : str
-        Kinds of both texts, such as ``device=bytes``.
-    example : str
-        Example for the error message.
+    `name`: kinds of both texts, such as ``device=bytes``; `example`: example for the error message.
     """
 
     def __init__(self, name: str, example: str) -> None:
@@ -131,11 +126,7 @@ class PlacementOptions:
         for name, extents in self.shapes:
             shapes[name] = extents[0] if name not in inputs and len(extents) == 1 else extents
         devices = list(self.vdevices) or ["llvm"]
-        options: dict[str, Any] = {
-            "vdevices": devices,
-            "placement": placement,
-            "shapes": shapes or None,
-        }
+        options: dict[str, Any] = {"vdevices": devices, "placement": placement, "shapes": shapes or None}
         limits = {"nodes": self.max_nodes, "computed_bytes": self.max_computed}
         limit_values = {name: value for name, value in limits.items() if value is not None}
         if limit_values:

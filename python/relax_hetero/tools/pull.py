@@ -54,10 +54,7 @@ def pull_command(name: str, revision: str | None, include: tuple[str, ...], fold
 def download(name: str, revision: str | None, include: tuple[str, ...], folder: Path | None) -> Path:
     """Download files of a model; return their folder.
 
-    Raises
-    ------
-    HeteroError
-        If the package is not installed, the model does not exist or is protected, or no file matches.
+    Raises HeteroError if the package is not installed, the model does not exist or is protected, or no file matches.
     """
     try:
         from huggingface_hub import snapshot_download

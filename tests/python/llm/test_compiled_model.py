@@ -19,7 +19,7 @@ from relax_hetero.artifact.metadata import HIT
 from relax_hetero.artifact.signature import TensorSpec
 from relax_hetero.errors import BuildError, CacheError, HeteroError
 from relax_hetero.frontend.gguf.file import read_gguf
-from relax_hetero.llm import Engine, LookAheadModel, SamplingParams, compiled_model, model_loader
+from relax_hetero.llm import Engine, SamplingParams, compiled_model, model_loader
 from relax_hetero.llm.background import BackgroundTask
 from relax_hetero.llm.compiled_model import CompiledModel
 from relax_hetero.llm.draft_model import DraftModel
@@ -219,25 +219,15 @@ def test_a_decode_that_is_refused_changes_no_sequence(by_layers):
         model.cache.free(slot)
 
 
-class WithoutLookAhead:
-    """A compiled model as the engine sees it, without `begin_decode`."""
-
-    def __init__(self, model):
-        for name in (
-            "vocabulary", "context", "trained_context", "slots", "chunk", "decodes_like_prefill", "cache",
-            "prefill", "decode",
-        ):  # fmt: skip
-            setattr(self, name, getattr(model, name))
-
-
 def test_steps_ahead_write_the_tokens_of_single_steps(varied, monkeypatch):
     """Texts that end at different steps, by stop tokens too, beside one that is cancelled, and a full cache."""
     compiled, tokenizer = varied
-    assert isinstance(compiled, LookAheadModel) and not compiled.looks_ahead  # a CPU computes during the call
+    assert compiled.has_decode_steps and not compiled.looks_ahead  # a CPU computes during the call
     monkeypatch.setattr(compiled, "looks_ahead", True)
     texts = []
-    for variant in (WithoutLookAhead(compiled), compiled):
-        with Engine(variant, tokenizer) as engine:
+    for has_steps in (False, True):
+        monkeypatch.setattr(compiled, "has_decode_steps", has_steps)
+        with Engine(compiled, tokenizer) as engine:
             params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (70, 1, 2, 33, 400)]
             requests = [engine.submit(TOKENS[: 60 - 9 * n], each) for n, each in enumerate(params)]
             cancelled = engine.submit(TOKENS[:7], SamplingParams(temperature=0, ignore_eos=True))

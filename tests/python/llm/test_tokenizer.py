@@ -488,7 +488,7 @@ def test_files_are_read(tmp_path):
     for fields in (spm_fields(add_space_prefix=False), byte_level_fields("llama-bpe")):
         read = Tokenizer.from_gguf(written(fields, tmp_path / "model.gguf"))
         original = Tokenizer(fields)
-        assert list(read.names) == original.names and read.kinds == original.kinds
+        assert list(read.names) == original.names and read._kinds == original._kinds
         assert [read.encode(text) for text in TEXTS] == [original.encode(text) for text in TEXTS]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from relax_hetero.encoding.token_masks import tokens_of_mask
 from relax_hetero.errors import CacheError, HeteroError
+from relax_hetero.llm import Model
 
 BYTES = 256
 EOS = 256
@@ -91,11 +92,13 @@ class ToyCache:
             del self.users[page]
 
 
-class ToyModel:
+class ToyModel(Model):
     """Model that writes letters, and sometimes the end; `on_step` is called with the slots of each call.
 
     Its text repeats itself every `period` tokens, mostly; a call of `decode` may have `decode_rows` of one slot.
     """
+
+    decode_rows, is_complete = 0, True
 
     def __init__(
         self,
@@ -113,7 +116,6 @@ class ToyModel:
         on_step: Callable[[str, Sequence[int]], None] | None = None,
     ) -> None:
         self.slots, self.context, self.chunk, self.vocabulary = slots, context, chunk, vocabulary
-        self.trained_context = 0
         self.cache = ToyCache(cache_slots or slots + 4, pages, window=window)
         self.decodes_like_prefill, self.decode_rows, self._period = decodes_like_prefill, decode_rows, period
         self._ends, self._on_step = ends, on_step or (lambda kind, slots: None)
@@ -140,9 +142,7 @@ class ToyModel:
         self.cache.append(slot, tokens.tolist())
         return self.logits_of(self.cache.tokens[slot])
 
-    @property
-    def prompt_chunk(self) -> int:
-        return 3
+    prompt_chunk = 3
 
     def prefill_logits(self, slot: int, tokens: np.ndarray) -> np.ndarray:
         assert 1 <= len(tokens) <= self.prompt_chunk
@@ -204,7 +204,7 @@ class LookAheadToyModel(ToyModel):
         Number of steps that began before the tokens of the previous one were read.
     """
 
-    looks_ahead, masks_tokens = True, False
+    has_decode_steps, looks_ahead = True, True
 
     def __init__(self, max_ahead: int = 1, **options: Any) -> None:
         super().__init__(**options)

@@ -34,35 +34,18 @@ def hosts_needed(program: object) -> list[str]:
 
 
 def program_of(
-    source: object,
-    ray: Any,
-    bindings: Mapping[str, HostBinding],
-    timeout: float,
+    source: object,  # module or program
+    ray: Any,  # the module ``ray``
+    bindings: Mapping[str, HostBinding],  # bindings by host
+    timeout: float,  # seconds that hosts may take to describe their hardware
+    # As for `rh.compile`.
     params: Mapping[str, Any] | None = None,
     accuracy: str | Mapping[str, str] = "default",
     progress: Progress | None = None,
 ) -> Program:
     """Cut a module for the hardware of its hosts; a program is returned as it is.
 
-    Parameters
-    ----------
-    source : object
-        Module or program.
-    ray : object
-        The module ``ray``.
-    bindings : mapping of str to HostBinding
-        Bindings by host.
-    timeout : float
-        Seconds that hosts may take to describe their hardware.
-    params, accuracy, progress
-        As for `rh.compile`.
-
-    Raises
-    ------
-    HostError
-        If a host is not started in time.
-    HeteroError
-        Errors of `cut_module`.
+    Raises HostError if a host is not started in time, and the errors of `cut_module`.
     """
     if isinstance(source, Program):
         source.check()
@@ -100,12 +83,7 @@ def _query_hardware(
 def local_hardware(hardware: Sequence[Hardware], threads: int) -> dict[Hardware, dict[str, Any]]:
     """Targets of devices of this machine as data, without devices that are absent.
 
-    Parameters
-    ----------
-    hardware : sequence of Hardware
-        Devices to look for.
-    threads : int
-        Number of cores of CPU targets; 0 for those that this process may use.
+    `hardware`: devices to look for; `threads`: number of cores of CPU targets, 0 for those that this process may use.
     """
     import tvm
 

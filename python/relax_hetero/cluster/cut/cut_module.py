@@ -74,10 +74,7 @@ class CutFunction:
 def cut_steps(name: str, parts: Mapping[str, HostPart], inputs: int) -> CutFunction:
     """Cut a function with `inputs` inputs (tuples flattened) into steps.
 
-    Raises
-    ------
-    BuildError
-        If its parts wait for each other.
+    Raises BuildError if its parts wait for each other.
     """
     return _Cutter(name, parts, inputs).cut()
 
@@ -270,14 +267,8 @@ def plan_of_runs(
 ) -> CallPlan:
     """Make the plan of a function that cannot be cut: hosts run their whole parts and exchange messages.
 
-    Parameters
-    ----------
-    signature : FunctionSignature
-        Inputs and results of the function.
-    parts : mapping of str to (tvm.ir.GlobalVar, relax.Function)
-        Part of each host.
-    inputs : int
-        Number of inputs of the function, tuples flattened.
+    `signature`: inputs and results of the function; `parts`: part of each host; `inputs`: number of inputs of the
+    function, tuples flattened.
     """
     runs: list[HostRun] = []
     sizes: list[tuple[str, ...]] = []
@@ -331,22 +322,14 @@ def cut_module(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,
     accuracy: str | Mapping[str, str] = "default",
+    # Targets of each host's hardware, for vdevices without a full target.
     natives: Mapping[str, Mapping[Hardware, Target]] | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """Cut a module over hosts into a program.
 
-    Parameters
-    ----------
-    mod, params, accuracy, progress
-        As for `rh.compile`; every vdevice is on a host.
-    natives : mapping of str to mapping of Hardware to Target, optional
-        Targets of each host's hardware, for vdevices without a full target.
-
-    Raises
-    ------
-    HeteroError
-        If a vdevice has no host, or a host lacks a device; otherwise as for `rh.compile`.
+    Arguments without a comment are as for `rh.compile`; every vdevice is on a host. Raises HeteroError if a vdevice has
+    no host, or a host lacks a device; otherwise as for `rh.compile`.
     """
     if isinstance(mod, tvm.IRModule) and natives is not None:
         mod = with_natives(mod, natives)
@@ -362,14 +345,8 @@ def cut_module(
 def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mapping[str, FunctionSignature]) -> Program:
     """Make the program of a module that `PartitionByHost` has cut.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module with a part of each function for each host.
-    hosts : sequence of str
-        Logical names of the hosts.
-    signatures : mapping of str to FunctionSignature
-        Signatures of the functions before they were cut.
+    `mod`: module with a part of each function for each host; `hosts`: logical names of the hosts; `signatures`:
+    signatures of the functions before they were cut.
     """
     functions: dict[str, dict[str, relax.Function]] = {host: {} for host in hosts}
     plans = {}

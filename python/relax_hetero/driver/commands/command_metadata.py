@@ -22,18 +22,13 @@ from ..link.lift_constants import LiftedConstants
 from ..link.link import argument_alignment
 
 
-def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tuple[tvm.IRModule, dict[str, KernelSpec]]:
+def with_public_kernels(
+    mod: tvm.IRModule,
+    devices: Sequence[DeviceSpec],  # manifest; a kernel belongs to the first device of its target
+) -> tuple[tvm.IRModule, dict[str, KernelSpec]]:
     """Make the public kernels of a lowered module callable by address; returns also the kernels of command buffers.
 
-    Parameters
-    ----------
-    devices : sequence of DeviceSpec
-        Manifest. A kernel belongs to the first device of its target.
-
-    Raises
-    ------
-    BuildError
-        A kernel whose workgroup indices are not among its parameters.
+    Raises BuildError if a kernel's workgroup indices are not among its parameters.
     """
     targets = [device.target for device in devices]
     kernels = kernels_of(mod)

@@ -41,34 +41,16 @@ HostFunction = Callable[..., int]
 
 @functools.lru_cache(maxsize=64)
 def compile_commands(
-    commands: tuple[Command, ...],
-    slots: int,
-    directs: int,
-    parameters: tuple[str, ...],
-    kernels: tuple[KernelSpec, ...],
+    commands: tuple[Command, ...],  # commands to run in order
+    slots: int,  # number of slots
+    directs: int,  # number of direct buffers
+    parameters: tuple[str, ...],  # element types of parameters
+    kernels: tuple[KernelSpec, ...],  # kernels that the commands call
 ) -> HostFunction:
     """Compile commands to a function; cached, because it does not depend on the memory.
 
-    Parameters
-    ----------
-    commands : tuple of Command
-        Commands to run in order.
-    slots, directs : int
-        Numbers of slots and of direct buffers.
-    parameters : tuple of str
-        Element types of parameters.
-    kernels : tuple of KernelSpec
-        Kernels that the commands call.
-
-    Returns
-    -------
-    callable
-        Function that returns the status of the first failing kernel, after which it stops, else 0.
-
-    Raises
-    ------
-    BuildError
-        TVM refuses the function.
+    The function returns the status of the first failing kernel, after which it stops, else 0. Raises BuildError if TVM
+    refuses it.
     """
     target = native("llvm")
     try:

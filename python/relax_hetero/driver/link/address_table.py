@@ -123,17 +123,9 @@ def is_llvm_buffer(func: tvm.ir.BaseFunc) -> bool:
 def with_pointer_functions(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, dict[str, str]]:
     """Add functions of pointers for kernels to a lowered module.
 
-    For llvm devices these are plain functions, called by address; for cuda devices packed functions that launch.
-
-    Parameters
-    ----------
-    kernels : sequence of str
-        Names of PrimFuncs; those that cannot be called with raw pointers are left out.
-
-    Returns
-    -------
-    tvm.IRModule, dict
-        Module, and the symbol of each kernel's function.
+    For llvm devices these are plain functions, called by address; for cuda devices packed functions that launch. Names
+    of `kernels` that cannot be called with raw pointers are left out. Returns the module, and the symbol of each
+    kernel's function.
     """
     functions = dict(mod.functions.items())
     names = {gv.name_hint for gv in functions}
@@ -241,10 +233,7 @@ def kernel_symbol(kernel: str) -> str:
 def thunk(types: Sequence[str]) -> tuple[str, str]:
     """The name and the LLVM IR of a function that calls an address, which TIR cannot express.
 
-    Parameters
-    ----------
-    types : sequence of str
-        LLVM types of the arguments; the address comes before them, as an i64.
+    `types`: LLVM types of the arguments; the address comes before them, as an i64.
     """
     name = _THUNK + ".".join(types)
     params = "".join(f", {kind} %a{i}" for i, kind in enumerate(types))

@@ -37,12 +37,7 @@ ENTER, ARGUMENT, LEAVE = "relax_hetero.enter", "relax_hetero.argument", "relax_h
 def with_bodies(mod: tvm.IRModule, signatures: Mapping[str, FunctionSignature]) -> tvm.IRModule:
     """Rename the functions of `signatures` in a lowered module, so that entries can have their names.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Lowered module with lifted constants.
-    signatures : mapping of str to FunctionSignature
-        Functions that users call, by name.
+    `mod`: lowered module with lifted constants; `signatures`: functions that users call, by name.
     """
     renamed = {gv: tvm.ir.GlobalVar(body_symbol(gv.name_hint)) for gv in mod.functions if gv.name_hint in signatures}
     rename = (tvm.ir.GlobalVar, lambda gv: renamed.get(gv, gv))
@@ -56,16 +51,13 @@ def with_bodies(mod: tvm.IRModule, signatures: Mapping[str, FunctionSignature]) 
     return copy_module(mod, functions)
 
 
-def emit_entries(builder: relax.ExecBuilder, signatures: Mapping[str, FunctionSignature], num_devices: int) -> None:
-    """Add an entry for each body to bytecode.
-
-    Parameters
-    ----------
-    signatures : mapping of str to FunctionSignature
-        As `with_bodies` takes them.
-    num_devices : int
-        Number of devices of TVM's virtual machine: the vdevices of the module, and the host if it is not one of them.
-    """
+def emit_entries(
+    builder: relax.ExecBuilder,
+    signatures: Mapping[str, FunctionSignature],  # as `with_bodies` takes them
+    # Number of devices of TVM's virtual machine: the vdevices of the module, and the host if it is not one of them.
+    num_devices: int,
+) -> None:
+    """Add an entry for each body to bytecode."""
     byte, scope = tvm.DataType("uint8"), builder.convert_constant("global")
     for number, (name, signature) in enumerate(signatures.items()):
         count = len(signature.inputs)

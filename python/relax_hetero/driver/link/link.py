@@ -245,30 +245,17 @@ class Linked:
 
 
 def link(
+    # Lowered module (LowerToVM) with lifted constants and bodies (`entries`); PrimFuncs without a target compute shapes
+    # on the host.
     mod: tvm.IRModule,
-    signatures: Mapping[str, FunctionSignature],
-    progress: Progress | None = None,
-    folder: CacheFolder | None = None,
+    signatures: Mapping[str, FunctionSignature],  # functions that users call, by name
+    progress: Progress | None = None,  # function that gets the number of compiled kernels
+    folder: CacheFolder | None = None,  # folder of the compile cache, which also stores machine code of CUDA kernels
 ) -> Linked:
     """Compile and link a lowered module without constants.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Lowered module (LowerToVM) with lifted constants and bodies (`entries`); PrimFuncs without a target compute
-        shapes on the host.
-    signatures : mapping of str to FunctionSignature
-        Functions that users call, by name.
-    progress : Progress, optional
-        Function that gets the number of compiled kernels.
-    folder : CacheFolder, optional
-        Folder of the compile cache, which also stores machine code of CUDA kernels.
-
-    Raises
-    ------
-    BuildError
-        A kernel does not compile, is written for another kind of device or calls an undefined symbol; TVM lacks a code
-        generator for its target; or there is no CUDA compiler.
+    Raises BuildError if a kernel does not compile, is written for another kind of device or calls an undefined symbol,
+    TVM lacks a code generator for its target, or there is no CUDA compiler.
     """
     host = host_vdevice(vdevices_of(mod))
     host_target = host.target if host is not None else any_host()
@@ -341,12 +328,7 @@ def check_external_symbols(mod: tvm.IRModule) -> None:
     """Require that the module or this process defines all symbols that the module's CPU kernels call.
 
     LLVM's JIT aborts the process when a kernel calls an undefined symbol. Kernels that import code
-    (``pragma_import_llvm``) are not checked.
-
-    Raises
-    ------
-    BuildError
-        An undefined symbol; the message names the kernel.
+    (``pragma_import_llvm``) are not checked. Raises BuildError for an undefined symbol; the message names the kernel.
     """
     for kernel, symbols in external_calls(mod).items():
         for symbol in symbols:
@@ -408,7 +390,7 @@ def _check_and_build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.t
             f"expected one of {', '.join(_code_generators())}"
         )
     for gv, func in group.functions.items():
-        if "global_symbol" in func.attrs and not runs_commands(func) and binds_threads(func) != _is_gpu(target):
+        if "global_symbol" in func.attrs and not runs_commands(func) and binds_threads(func) != ("gpu" in target.keys):
             fault = "binds GPU threads" if binds_threads(func) else "binds no GPU threads, so it would run on the host"
             raise BuildError(f"kernel {gv.name_hint!r} for target kind {kind!r} {fault}")
     try:
@@ -437,10 +419,6 @@ def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Targ
     if target.host is None:
         target = target.with_host(target if backend.device_type == CPU else host)
     return backend.build(group, target)
-
-
-def _is_gpu(target: tvm.target.Target) -> bool:
-    return "gpu" in target.keys
 
 
 def _code_generators() -> list[str]:

@@ -161,25 +161,13 @@ TRUSTED = "relax_hetero.trusted"
 """Attribute of a PrimFunc whose callers have checked its arguments."""
 
 
-def build_llvm(target: tvm.target.Target, group: tvm.IRModule) -> tvm.runtime.Module:
+def build_llvm(
+    target: tvm.target.Target,  # target of the kind llvm
+    group: tvm.IRModule,  # PrimFuncs of this target or without one
+) -> tvm.runtime.Module:
     """Compile the PrimFuncs of a module.
 
-    Parameters
-    ----------
-    target : tvm.target.Target
-        Target of the kind llvm.
-    group : tvm.IRModule
-        PrimFuncs of this target or without one.
-
-    Returns
-    -------
-    tvm.runtime.Module
-        Module of kind ``llvm``.
-
-    Raises
-    ------
-    Exception
-        Code that does not compile; TVM's exceptions lack a common class.
+    Returns a module of kind ``llvm``. Raises TVM's exceptions, which lack a common class, if code does not compile.
     """
     target = target if target.host is not None else target.with_host(target)
     pipeline, finalize, _ = tirx.get_default_tir_pipeline(target)

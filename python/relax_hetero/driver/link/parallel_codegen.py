@@ -44,10 +44,7 @@ def build_in_parallel(
 ) -> list[tvm.runtime.Module]:
     """Call `build` for each part in several threads; returns the results in order.
 
-    Raises
-    ------
-    Exception
-        The error of `build` for the first part, in order, that fails.
+    Raises the error of `build` for the first part, in order, that fails.
     """
     counter = _Counter(progress, sum(len(part.functions) for _, part in parts))
     context = tvm.transform.PassContext.current()

@@ -41,14 +41,7 @@ import tvm
 from tvm import relax, tirx
 
 from ...artifact.metadata import RepeatedCall
-from ...transform.ir.rewriting import (
-    copy_module,
-    fresh_global_var,
-    op_name,
-    relax_functions,
-    typed,
-    walk_bindings,
-)
+from ...transform.ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed, walk_bindings
 
 _HEAP, _NO_HEAP = "vm.builtin.alloc_shape_heap", "relax.null_value"
 _CHECK, _MATCH = "vm.builtin.check_tensor_info", "vm.builtin.match_shape"

@@ -123,20 +123,13 @@ def are_present(vdevices: Sequence[relax.VDevice]) -> bool:
     return all(host_of(vdevice) is None and _is_present(vdevice) for vdevice in vdevices)
 
 
-def figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") -> Figures | None:
+def figures_of(
+    vdevices: Sequence[relax.VDevice],  # devices, all of them present
+    measure: Measure = "missing",  # see `known_figures_of`, or "nothing" to take no measurements
+) -> Figures | None:
     """Load or take the measurements of devices of this machine: all of them, or none.
 
-    Parameters
-    ----------
-    vdevices : sequence of relax.VDevice
-        Devices, all of them present.
-    measure : str
-        See `known_figures_of`, or "nothing" to take no measurements.
-
-    Returns
-    -------
-    Figures
-        None if a measurement fails, or some are not stored and nothing may be measured.
+    Returns None if a measurement fails, or some are not stored and nothing may be measured.
     """
     try:
         figures = known_figures_of(vdevices, measure)
@@ -152,15 +145,8 @@ def figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") 
 def sharing_figures_of(vdevice: relax.VDevice) -> SharingFigures | None:
     """Load or take the measurements of CPU devices that share this machine's cores.
 
-    Parameters
-    ----------
-    vdevice : relax.VDevice
-        A CPU device of this machine.
-
-    Returns
-    -------
-    SharingFigures
-        None if the device takes more than half of the cores, or is not the native CPU.
+    `vdevice`: a CPU device of this machine. Returns None if the device takes more than half of the cores, or is not the
+    native CPU.
     """
     vdevices = _sharing_devices(vdevice)
     return None if vdevices is None else _measured_or_cached(_SHARING, vdevices, "missing", [])
@@ -183,10 +169,7 @@ def _shared_stream_bytes(count: int) -> int:
 class SharedBandwidth:
     """Bytes per second that each of several CPU devices reads while all do, which other virtual machines may change.
 
-    Parameters
-    ----------
-    vdevices : sequence of relax.VDevice
-        Equal CPU devices of this machine.
+    `vdevices`: equal CPU devices of this machine.
     """
 
     def __init__(self, vdevices: Sequence[relax.VDevice]) -> None:
@@ -209,23 +192,14 @@ class SharedBandwidth:
         return 4 * self._length / max(seconds, 1e-9)
 
 
-def known_figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") -> Figures:
+def known_figures_of(
+    vdevices: Sequence[relax.VDevice],  # devices, all of them present
+    measure: Measure = "missing",  # figures to measure: "missing" ones, or "all", even if they are stored
+) -> Figures:
     """Load or take the measurements of devices of this machine; a device that fails leaves those of the others.
 
     They are stored in the folder of the compile cache, or in this process if there is none. Figures of a busy machine
-    are kept for some minutes in this process only.
-
-    Parameters
-    ----------
-    vdevices : sequence of relax.VDevice
-        Devices, all of them present.
-    measure : str
-        Figures to measure: "missing" ones, or "all", even if they are stored.
-
-    Returns
-    -------
-    Figures
-        With the errors of kernels and drivers as `failures`.
+    are kept for some minutes in this process only. Errors of kernels and drivers are `failures`.
     """
     devices: dict[int, DeviceFigures] = {}
     links: dict[tuple[int, int], LinkFigures] = {}
@@ -387,7 +361,7 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
     x = relax.Var("x", relax.TensorType((length,), "float32", vdevice))
     with builder.function("stream", [x]):
         with builder.dataflow():
-            result = builder.emit_output(relax.op.add(x, x))
+            result = builder.emit_output(x + x)
         builder.emit_func_output(result)
     vm = _machine(builder, [vdevice])
     products = {}
@@ -470,8 +444,8 @@ def _add_crossings(builder: relax.BlockBuilder, ends: Sequence[relax.VDevice]) -
         with builder.dataflow():
             value: relax.Expr = x
             for number in range(_CROSSINGS_PER_CALL):
-                value = builder.emit(relax.op.to_vdevice(relax.op.negative(value), ends[1 - number % 2]))
-            result = builder.emit_output(relax.op.negative(value))
+                value = builder.emit(relax.op.to_vdevice(-value, ends[1 - number % 2]))
+            result = builder.emit_output(-value)
         builder.emit_func_output(result)
 
 

@@ -26,12 +26,7 @@ def memory_limited(name: str, limit: int, free: float, needed: float) -> str:
 def plan_reasons(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) -> dict[str, str]:
     """The reason for the device of each node of a plan.
 
-    Parameters
-    ----------
-    plan : sequence of int
-        A device for each unit of the graph.
-    names : sequence of str
-        Names of the devices.
+    `plan`: a device for each unit of the graph; `names`: names of the devices.
     """
     free = {device: limit - costs.bytes_on(device, plan) for device, limit in costs.limits.items()}
     reasons: dict[str, str] = {}

@@ -63,26 +63,15 @@ class WorkGraph:
 
 
 def work_graph(
+    # Parts of the function; bindings in program order.
     params: Iterable[relax.Var],
     bindings: Iterable[relax.Binding],
     outputs: Iterable[relax.Expr],
-    name_of: NamesOf,
-    symbolic_extent: int,
-    loops: Loops | None = None,
+    name_of: NamesOf,  # variable -> name; bindings of one name are one unit, even if others are between them
+    symbolic_extent: int,  # assumed size of symbolic dimensions, and trips of loops with a dynamic number
+    loops: Loops | None = None,  # function of a loop -> its bindings; a call of it is one unit
 ) -> WorkGraph:
-    """Build the work graph of a function.
-
-    Parameters
-    ----------
-    params, bindings, outputs
-        Parts of the function; bindings in program order.
-    name_of : NamesOf
-        Variable -> name; bindings of one name are one unit, even if others are between them.
-    symbolic_extent : int
-        Assumed size of symbolic dimensions, and trips of loops with a dynamic number.
-    loops : Loops, optional
-        Function of a loop -> its bindings; a call of it is one unit.
-    """
+    """Build the work graph of a function."""
     return _GraphBuilder(name_of, symbolic_extent, loops or {}).graph(params, bindings, outputs)
 
 

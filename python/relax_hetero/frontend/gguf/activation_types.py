@@ -33,15 +33,9 @@ def trained_type(file: GgufFile, model: Hyperparameters) -> str:
 class ActivationTypes:
     """Element types of the operands of ops, by the names of the ops' variables.
 
-    Parameters
-    ----------
-    activations : str, optional
-        The type on all devices; by default `trained` on devices whose kernels multiply 16-bit floats by block-quantized
-        weights, and float32 on the others.
-    trained : str
-        16-bit float that the model was trained in.
-    rules, vdevices
-        Placement rules and devices, as for `rh.place`.
+    `activations`: the type on all devices, by default `trained` on devices whose kernels multiply 16-bit floats by
+    block-quantized weights, and float32 on the others; `trained`: 16-bit float that the model was trained in; `rules`,
+    `vdevices`: placement rules and devices, as for `rh.place`.
     """
 
     def __init__(

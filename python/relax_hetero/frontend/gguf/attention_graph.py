@@ -63,7 +63,7 @@ class AttentionGraph(GraphOps):
         if layer in self._output_gates:
             output = self._cast(output, "float32")
             gates = self._current(self._output_gates[layer], f"{name}.attn.gates")
-            output = self.emit(relax.op.multiply(output, gates), f"{name}.attn.gated")
+            output = self.emit(output * gates, f"{name}.attn.gated")
         is_last = layer == max(other for other in range(model.layers) if model.cache_index(other) == index)
         self.caches[index] = self.emit(relax.TupleGetItem(result, 1), f"{name}.attn.pages", is_output=is_last)
         return output
@@ -116,7 +116,7 @@ class AttentionGraph(GraphOps):
         if has_norms:
             parts[:2] = [self._normalized_heads(part, layer, key) for part, key in zip(parts, "qk", strict=False)]
         if model.is_tempered(layer):
-            parts[0] = self.emit(relax.op.multiply(parts[0], self._temperature(layer)), f"{name}.attn_q_tempered")
+            parts[0] = self.emit(parts[0] * self._temperature(layer), f"{name}.attn_q_tempered")
         return self.emit(relax.op.concat(parts, axis=1), joined)
 
     def _values_are_keys(self, layer: int) -> bool:
@@ -183,7 +183,7 @@ class AttentionGraph(GraphOps):
                 relax.op.nn.layer_norm(heads, ones, zeros, axes=[-1], epsilon=model.eps), f"{name}_normal"
             )
             factors = self.weights.vector(f"{name}_norm.weight", width // size, size)
-            result = self.emit(relax.op.multiply(normal, factors), f"{name}_norm")
+            result = self.emit(normal * factors, f"{name}_norm")
         return self._reshaped(result, [self.rows, width], f"{name}_rows")
 
     def _rotated(self, x: relax.Expr, layer: int, name: str) -> relax.Expr:
@@ -200,10 +200,10 @@ class AttentionGraph(GraphOps):
         first, second = (self._sliced(turned, i * half, (i + 1) * half, f"{name}_half") for i in range(2))
 
         def multiply(x: relax.Expr, y: relax.Expr) -> relax.Expr:
-            return self.emit(relax.op.multiply(x, y), f"{name}_product")
+            return self.emit(x * y, f"{name}_product")
 
-        low = relax.op.subtract(multiply(first, cosines), multiply(second, sines))
-        high = relax.op.add(multiply(second, cosines), multiply(first, sines))
+        low = multiply(first, cosines) - multiply(second, sines)
+        high = multiply(second, cosines) + multiply(first, sines)
         parts = [self.emit(part, f"{name}_part") for part in (low, high)]
         if in_pairs:
             columns = [self.emit(relax.op.expand_dims(part, 3), f"{name}_column") for part in parts]
@@ -227,7 +227,7 @@ class AttentionGraph(GraphOps):
             positions = self.emit(relax.op.astype(self._integers("positions", layer), "float32"), f"{name}.positions")
             column = self.emit(relax.op.expand_dims(positions, 1), f"{name}.column")
             frequencies = np.tile(self._frequencies(size, is_divided, base, scale, yarn), 2)[None]
-            angles = self.emit(relax.op.multiply(column, relax.const(frequencies)), f"{name}.angles")
+            angles = self.emit(column * relax.const(frequencies), f"{name}.angles")
             parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
             # Unlike a concatenation of halves, a selection is one kernel.
             is_cosine = relax.const(np.arange(size)[None] < size // 2)
@@ -262,11 +262,11 @@ class AttentionGraph(GraphOps):
         # Rows after the end of a text have negative positions.
         positions = self.emit(relax.op.maximum(positions, scalar(0.0)), f"{name}.positions")
         if self.model.architecture.temperature:
-            positions = self.emit(relax.op.add(positions, scalar(1.0)), f"{name}.ordinals")
+            positions = self.emit(positions + scalar(1.0), f"{name}.ordinals")
         steps = self.emit(relax.op.floor(self._scaled(positions, 1.0 / length, f"{name}.scaled")), f"{name}.steps")
-        logarithm = self.emit(relax.op.log(self.emit(relax.op.add(steps, scalar(1.0)), f"{name}.sum")), f"{name}.log")
+        logarithm = self.emit(relax.op.log(self.emit(steps + scalar(1.0), f"{name}.sum")), f"{name}.log")
         scaled = self._scaled(logarithm, factor, f"{name}.grown")
-        return self.emit(relax.op.expand_dims(self.emit(relax.op.add(scaled, scalar(1.0)), f"{name}.factor"), 1), name)
+        return self.emit(relax.op.expand_dims(self.emit(scaled + scalar(1.0), f"{name}.factor"), 1), name)
 
     def _latent_qkv(self, x: relax.Expr, layer: int) -> relax.Expr:
         """Queries of all heads in the space of compressed keys, then a compressed key, which is the value, too.

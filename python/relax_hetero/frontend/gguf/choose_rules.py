@@ -36,14 +36,8 @@ _MAX_SHARED_TIME = 0.9
 class ChosenRules(dict[str, str]):
     """Placement rules that were chosen by cost: patterns and devices, in order.
 
-    Attributes
-    ----------
-    reasons : dict from str to str
-        Pattern -> reason.
-    estimate : dict
-        Estimate of a decoded token, in the form of `AutoPlacement.to_json`.
-    groups : Pipeline or None
-        Groups of devices that share layers; None if each layer, or part of one, is on one device.
+    `reasons`: pattern -> reason; `estimate`: estimate of a decoded token, in the form of `AutoPlacement.to_json`;
+    `groups`: groups of devices that share layers, None if each layer, or part of one, is on one device.
     """
 
     def __init__(
@@ -56,16 +50,8 @@ class ChosenRules(dict[str, str]):
 def choose_rules(problem: LayerProblem, may_share: bool = True) -> ChosenRules:
     """Find the rules with the least time of a decoded token.
 
-    Parameters
-    ----------
-    problem : LayerProblem
-    may_share : bool
-        False if no layer may be on several devices.
-
-    Raises
-    ------
-    PlacementError
-        If the model does not fit; the text has the required bytes.
+    `may_share`: false if no layer may be on several devices. Raises PlacementError if the model does not fit; the text
+    has the required bytes.
     """
     possible = _groups(problem) if may_share else ()
     timed = [(groups.decode(1, problem.search.step.cached)[0], groups) for groups in possible]
@@ -156,29 +142,14 @@ def choose_replicas(
     file: GgufFile,
     model: Hyperparameters,
     cache: PagedCache,
-    vdevices: Sequence[tvm.relax.VDevice],
-    costs: CostModel,
-    limit: int | None,
-    texts: int,
+    vdevices: Sequence[tvm.relax.VDevice],  # equal GPUs of this machine
+    costs: CostModel,  # cost model of these devices
+    limit: int | None,  # maximum bytes of a device
+    texts: int,  # texts that are generated at the same time, by all replicas together
 ) -> ChosenReplicas:
     """Find the replicas, on GPUs that share layers or have some each, that generate the most tokens per second.
 
-    Parameters
-    ----------
-    file, model, cache : GgufFile, Hyperparameters, PagedCache
-    vdevices : sequence of VDevice
-        Equal GPUs of this machine.
-    costs : CostModel
-        Cost model of these devices.
-    limit : int, optional
-        Maximum bytes of a device.
-    texts : int
-        Texts that are generated at the same time, by all replicas together.
-
-    Raises
-    ------
-    PlacementError
-        If the model fits in no arrangement.
+    Raises PlacementError if the model fits in no arrangement.
     """
     fleet, indices = Fleet.of_vdevices(vdevices, costs), [int(vdevice.vdevice_id) for vdevice in vdevices]
     fitting = arrangements(file, model, cache, vdevices[0], costs, fleet, texts, limit)

@@ -42,7 +42,7 @@ class DeltaGraph(GraphOps):
         normal = self._reshaped(self._norm(heads, f"{name}.ssm_norm"), [rows, width], f"{name}.attn.normal")
         gate = self._linear(x, f"{name}.attn_gate", width, model.hidden_size)
         gate = self.emit(relax.op.nn.silu(gate), f"{name}.attn_gate_act")
-        return self.emit(relax.op.multiply(normal, gate), f"{name}.attn.gated")
+        return self.emit(normal * gate, f"{name}.attn.gated")
 
     def _split_old_matrix(self, name: str, problem: DeltaRuleProblem) -> None:
         """Split the matrix of older files, with the rows of each head of keys in turn."""

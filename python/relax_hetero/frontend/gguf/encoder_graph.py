@@ -91,7 +91,7 @@ class _Encoder(LanguageFunction):
         key = self.emit(relax.op.permute_dims(key, [0, 1, 3, 2]), f"{name}.attn_keys")
         product = self._cast(self.emit(relax.op.matmul(query, key), f"{name}.attn"), "float32")
         scores = self._scaled(product, model.scale_of(layer), f"{name}.attn_scaled")
-        scores = self.emit(relax.op.add(scores, self._mask(layer)), f"{name}.attn_masked")
+        scores = self.emit(scores + self._mask(layer), f"{name}.attn_masked")
         shares = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.attn_shares")
         shares = self._cast(shares, str(value.ty.dtype))
         result = self._cast(self.emit(relax.op.matmul(shares, value), f"{name}.attn_heads"), "float32")
@@ -114,14 +114,14 @@ class _Encoder(LanguageFunction):
             name, positions = f"blk.{layer}.attn_mask", self.params["positions"]
             queries = self.emit(relax.op.expand_dims(positions, 1), f"{name}.queries")
             keys = self.emit(relax.op.expand_dims(positions, 0), f"{name}.keys")
-            distance = self.emit(relax.op.subtract(queries, keys), f"{name}.distance")
+            distance = self.emit(queries - keys, f"{name}.distance")
             first, last = -self.rows, self.rows
             if self.model.is_causal:
                 first, last = 0, window - 1 if window else last
             elif window:
                 first, last = -(window // 2), window // 2
-            bounds = [relax.op.greater_equal(keys, _integer(0)), relax.op.greater_equal(distance, _integer(first))]
-            bounds.append(relax.op.less_equal(distance, _integer(last)))
+            bounds = [keys >= _integer(0), distance >= _integer(first)]
+            bounds.append(distance <= _integer(last))
             visible, *others = [self.emit(bound, f"{name}.bound") for bound in bounds]
             for other in others:
                 visible = self.emit(relax.op.logical_and(visible, other), f"{name}.visible")

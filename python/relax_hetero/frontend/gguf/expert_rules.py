@@ -76,13 +76,9 @@ def split_rules(
 ) -> SplitRules:
     """Replace lists of experts in placement rules.
 
-    Raises
-    ------
-    FrontendError
-        If a list is malformed, names experts that the model lacks, selects no experts, or contradicts another one, or
-        if matrices of an expert are on different devices.
-    VDeviceError
-        If a device string is not in `vdevices`.
+    Raises FrontendError if a list is malformed, names experts that the model lacks, selects no experts, or contradicts
+    another one, or if matrices of an expert are on different devices, and VDeviceError if a device string is not in
+    `vdevices`.
     """
     pairs = rule_pairs(placement)
     if not vdevices or not any("_exps[" in pattern for pattern, _ in pairs):
@@ -173,11 +169,7 @@ def _check_unused(rules: Sequence[_Rule], deciding: Mapping[_Rule, None]) -> Non
 
 
 def _rules_of_layer(
-    prefix: str,
-    rules: Sequence[_Rule],
-    default: _Rule,
-    model: Hyperparameters,
-    vdevices: Sequence[tvm.relax.VDevice],
+    prefix: str, rules: Sequence[_Rule], default: _Rule, model: Hyperparameters, vdevices: Sequence[tvm.relax.VDevice]
 ) -> list[_Rule]:
     """The rule that decides for each expert of a layer, whose matrices have to be on one device."""
     by_matrix = []

@@ -38,12 +38,10 @@ class FeedForwardGraph(GraphOps):
     def _sparse(self, x: relax.Expr, deviations: float, name: str) -> relax.Expr:
         """Excess of gates over a bound, so many deviations above the mean of their row; 0 below it."""
         mean = self.emit(relax.op.mean(x, [-1], keepdims=True), f"{name}.mean")
-        centered = self.emit(relax.op.subtract(x, mean), f"{name}.centered")
+        centered = self.emit(x - mean, f"{name}.centered")
         deviation = self.emit(relax.op.sqrt(self._mean_square(centered, f"{name}.variance")), f"{name}.deviation")
         bound = self._scaled(deviation, deviations, f"{name}.bound")
-        return self.emit(
-            relax.op.nn.relu(self.emit(relax.op.subtract(centered, bound), f"{name}.over")), f"{name}.kept"
-        )
+        return self.emit(relax.op.nn.relu(self.emit(centered - bound, f"{name}.over")), f"{name}.kept")
 
     def _dense_and_experts(self, x: relax.Expr, total: relax.Expr, layer: int) -> relax.Expr:
         """The sum of a network of all tokens and of experts, each with norms of its own.
@@ -56,7 +54,7 @@ class FeedForwardGraph(GraphOps):
             self._normal(total, f"{name}.ffn_gate_inp"), model.hidden_size**-0.5, f"{name}.ffn_scores_in"
         )
         factors = self.weights.vector(f"{name}.ffn_gate_inp.scale", model.hidden_size)
-        scores = self.emit(relax.op.multiply(scores, factors), f"{name}.ffn_scores_scaled")
+        scores = self.emit(scores * factors, f"{name}.ffn_scores_scaled")
         experts = self._experts(self._norm(total, f"{name}.pre_ffw_norm_2"), name, scores)
         parts = [self._norm(part, f"{name}.post_ffw_norm_{i}") for i, part in enumerate((dense, experts), 1)]
         return self.emit(relax.op.add(*parts), f"{name}.ffn_out")
@@ -69,14 +67,14 @@ class FeedForwardGraph(GraphOps):
         function, gate = self.model.architecture.activation, products[0]
         if function == "squared_relu":
             positive = self.emit(relax.op.nn.relu(gate), name.format("_relu"))
-            active = self.emit(relax.op.multiply(positive, positive), name.format("_act"))
+            active = self.emit(positive * positive, name.format("_act"))
         elif function == "xielu":
             active = self._xielu(gate, name)
         elif function != "clamped_swiglu":
             active = self.emit(apply_function(function, gate), name.format("_act"))
         else:
             return self._clamped_swiglu(gate, products[1], name)
-        return active if len(products) == 1 else self.emit(relax.op.multiply(active, products[1]), name.format("_par"))
+        return active if len(products) == 1 else self.emit(active * products[1], name.format("_par"))
 
     def _xielu(self, x: relax.Expr, name: str) -> relax.Expr:
         """``p * x * x + b * x`` of positive values, ``n * (exp(min(x, e)) - 1 - x) + b * x`` of the others."""
@@ -85,24 +83,24 @@ class FeedForwardGraph(GraphOps):
         def emit(value: relax.Expr, part: str) -> relax.Expr:
             return self.emit(value, name.format(f"_{part}"))
 
-        linear = emit(relax.op.multiply(x, both), "linear")
-        square = emit(relax.op.multiply(emit(relax.op.multiply(x, x), "square"), positive), "positive")
+        linear = emit(x * both, "linear")
+        square = emit(emit(x * x, "square") * positive, "positive")
         power = emit(relax.op.exp(emit(relax.op.minimum(x, bound), "bounded")), "exp")
-        rest = emit(relax.op.subtract(emit(relax.op.subtract(power, scalar(1.0)), "expm1"), x), "rest")
-        curve = emit(relax.op.multiply(rest, negative), "negative")
-        is_positive = emit(relax.op.greater(x, scalar(0.0)), "is_positive")
-        return emit(relax.op.add(emit(relax.op.where(is_positive, square, curve), "curve"), linear), "act")
+        rest = emit(emit(power - scalar(1.0), "expm1") - x, "rest")
+        curve = emit(rest * negative, "negative")
+        is_positive = emit(x > scalar(0.0), "is_positive")
+        return emit(emit(relax.op.where(is_positive, square, curve), "curve") + linear, "act")
 
     def _clamped_swiglu(self, gate: relax.Expr, up: relax.Expr, name: str) -> relax.Expr:
         limit = scalar(_SWIGLU_LIMIT)
         gate = self.emit(relax.op.minimum(gate, limit), name.format("_gate_clamped"))
         scaled = self._scaled(gate, _SWIGLU_ALPHA, name.format("_gate_scaled"))
         sigmoid = self.emit(relax.op.sigmoid(scaled), name.format("_sigmoid"))
-        active = self.emit(relax.op.multiply(gate, sigmoid), name.format("_act"))
+        active = self.emit(gate * sigmoid, name.format("_act"))
         low = self.emit(relax.op.minimum(up, limit), name.format("_up_below"))
         clamped = self.emit(relax.op.maximum(low, scalar(-_SWIGLU_LIMIT)), name.format("_up_clamped"))
-        shifted = self.emit(relax.op.add(clamped, scalar(1.0)), name.format("_up_shifted"))
-        return self.emit(relax.op.multiply(active, shifted), name.format("_par"))
+        shifted = self.emit(clamped + scalar(1.0), name.format("_up_shifted"))
+        return self.emit(active * shifted, name.format("_par"))
 
     def _shared_expert(self, x: relax.Expr, name: str) -> relax.Expr:
         """The result of the expert of all tokens, (rows, hidden_size); where it has a gate, times its sigmoid."""
@@ -111,10 +109,10 @@ class FeedForwardGraph(GraphOps):
         if f"{name}.ffn_gate_inp_shexp.weight" not in self.weights:
             return shared
         vector = self.weights.vector(f"{name}.ffn_gate_inp_shexp.weight", model.hidden_size)
-        products = self.emit(relax.op.multiply(x, vector), f"{name}.ffn_shexp_products")
+        products = self.emit(x * vector, f"{name}.ffn_shexp_products")
         score = self.emit(relax.op.sum(products, [-1], keepdims=True), f"{name}.ffn_shexp_score")
         share = self.emit(relax.op.sigmoid(score), f"{name}.ffn_shexp_share")
-        return self.emit(relax.op.multiply(shared, share), f"{name}.ffn_shexp_out")
+        return self.emit(shared * share, f"{name}.ffn_shexp_out")
 
     def _experts(self, x: relax.Expr, name: str, router_input: relax.Expr | None = None) -> relax.Expr:
         """The weighted sum of the chosen experts of each row, (rows, hidden_size).
@@ -139,7 +137,7 @@ class FeedForwardGraph(GraphOps):
         sums = {group: self._experts_of_device(x, *routes[group], name, group) for group in order}
         total = sums[groups[0]]
         for group in groups[1:]:
-            total = self.emit(relax.op.add(total, sums[group]), f"{name}.ffn_moe_out")
+            total = self.emit(total + sums[group], f"{name}.ffn_moe_out")
         return total
 
     def _numbers_own_experts(self, name: str) -> bool:
@@ -190,14 +188,8 @@ class FeedForwardGraph(GraphOps):
     ) -> relax.Expr:
         """The weighted sum of the chosen experts that a device has (by default all), (rows, hidden_size).
 
-        Parameters
-        ----------
-        x, ids, shares : relax.Expr
-            Rows, numbers of their experts, and the experts' shares.
-        name : str
-            Prefix of the layer, ``blk.3``.
-        group : ExpertGroup, optional
-            Experts of the device.
+        `ids` and `shares` are the numbers and the shares of each row's experts; `name`: prefix of the layer,
+        ``blk.3``; `group`: experts of the device.
         """
         model, rows, end = self.model, self.rows, group.suffix if group else ""
         used, width, hidden = model.experts_used, model.expert_feed_forward, model.hidden_size
@@ -214,7 +206,7 @@ class FeedForwardGraph(GraphOps):
             ids = self.emit(relax.op.take(relax.const(numbers), ids, axis=0, mode="clip"), f"{name}.ffn_own_exps{end}")
         has_scaled_inputs = model.architecture.has_scaled_inputs
         if has_scaled_inputs:  # of the only expert of a row
-            x = self.emit(relax.op.multiply(x, shares), f"{name}.ffn_scaled_exps{end}")
+            x = self.emit(x * shares, f"{name}.ffn_scaled_exps{end}")
         narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps{end}"))
         expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, hidden]), f"{name}.ffn_in_exps{end}")
 
@@ -230,9 +222,9 @@ class FeedForwardGraph(GraphOps):
         weighted = flat
         if not has_scaled_inputs:
             column = self._reshaped(shares, [rows, used, 1], f"{name}.ffn_shares_exps{end}")
-            weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_weighted_exps{end}")
+            weighted = self.emit(flat * column, f"{name}.ffn_weighted_exps{end}")
         if len(own) < model.experts:
-            is_own = self.emit(relax.op.greater_equal(ids, relax.const(0, "int32")), f"{name}.ffn_is_own_exps{end}")
+            is_own = self.emit(ids >= relax.const(0, "int32"), f"{name}.ffn_is_own_exps{end}")
             mask = self.emit(relax.op.expand_dims(is_own, 2), f"{name}.ffn_mask_exps{end}")
             weighted = self.emit(relax.op.where(mask, weighted, scalar(0.0)), f"{name}.ffn_masked_exps{end}")
         return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_sum_exps{end}")

@@ -41,12 +41,7 @@ _LENGTH_FORMAT = struct.Struct("<Q")
 class Texts(Sequence[str]):
     """List of texts in a file, decoded on access. Each is stored as its length in 8 bytes, then its bytes.
 
-    Parameters
-    ----------
-    view : memoryview
-        Bytes of the file.
-    starts : array of int
-        Offset of each text's first byte, and of a text that would follow the last.
+    `view`: bytes of the file; `starts`: offset of each text's first byte, and of a text that would follow the last.
     """
 
     def __init__(self, view: memoryview, starts: array[int]) -> None:
@@ -78,10 +73,7 @@ class Texts(Sequence[str]):
     def joined(self) -> str:
         """All texts, with a NUL character between them.
 
-        Raises
-        ------
-        UnicodeDecodeError
-            If one is not UTF-8; the error's offset is not that in the file.
+        Raises UnicodeDecodeError if one is not UTF-8; the error's offset is not that in the file.
         """
         starts = np.frombuffer(self._starts, np.int64) - self._starts[0]
         data = np.frombuffer(self._view[self._starts[0] : self._starts[-1] - 8], "u1")
@@ -94,17 +86,7 @@ class Texts(Sequence[str]):
 class Reader:
     """Sequential reader of a file's bytes with bounds checks; `what` names the value that is read, for errors.
 
-    Parameters
-    ----------
-    view : memoryview
-        Bytes of the file.
-    path : str or PathLike of str
-        Path of the file, for errors.
-
-    Attributes
-    ----------
-    offset : int
-        Offset of the next byte.
+    `view`: bytes of the file; `path`: path of the file, for errors; `offset`: offset of the next byte.
     """
 
     def __init__(self, view: memoryview, path: str | os.PathLike[str]) -> None:
@@ -172,12 +154,8 @@ class Reader:
 def read_metadata(reader: Reader, count: int) -> dict[str, Any]:
     """Read all metadata by key.
 
-    Numbers are ``int``, ``float`` and ``bool``, texts ``str``, lists ``list``; long ones are `Texts` and arrays.
-
-    Raises
-    ------
-    FrontendError
-        If a key is duplicated, or a value is invalid or of an unknown type.
+    Numbers are ``int``, ``float`` and ``bool``, texts ``str``, lists ``list``; long ones are `Texts` and arrays. Raises
+    FrontendError if a key is duplicated, or a value is invalid or of an unknown type.
     """
     fields: dict[str, Any] = {}
     for _ in range(count):
@@ -246,20 +224,16 @@ class FileTensor:
 
 
 class LazyTensor(FileTensor):
-    """A tensor whose data is made each time that it is read, such as a stack of experts.
-
-    Parameters
-    ----------
-    name, shape, type
-        As in `FileTensor`.
-    nbytes : int
-        Bytes of the data.
-    read : callable
-        Function that makes the data.
-    """
+    """A tensor whose data is made each time that it is read, such as a stack of experts."""
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], type: str, nbytes: int, read: Callable[[], np.ndarray]
+        self,
+        # As in `FileTensor`.
+        name: str,
+        shape: tuple[int, ...],
+        type: str,
+        nbytes: int,  # bytes of the data
+        read: Callable[[], np.ndarray],  # function that makes the data
     ) -> None:
         self.__dict__.update(name=name, shape=shape, type=type, _nbytes=nbytes, _read=read)  # the base is frozen
 
@@ -305,11 +279,8 @@ class GgufFile:
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     """Open a file.
 
-    Raises
-    ------
-    FrontendError
-        If the package gguf is not installed, or the file is truncated, of another version or byte order, or has invalid
-        metadata or tensors.
+    Raises FrontendError if the package gguf is not installed, or the file is truncated, of another version or byte
+    order, or has invalid metadata or tensors.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise FrontendError(f"a GGUF file: {describe_value(path)}; expected a path")

@@ -76,7 +76,7 @@ class GraphOps:
 
     def _scaled(self, x: relax.Expr, factor: float, name: str) -> relax.Expr:
         """Multiply by a factor, unless it is 1."""
-        return x if factor == 1.0 else self.emit(relax.op.multiply(x, scalar(factor)), name)
+        return x if factor == 1.0 else self.emit(x * scalar(factor), name)
 
     def _optional_norm(self, x: relax.Expr, name: str) -> relax.Expr:
         """The norm of a name; without a name, the value."""
@@ -90,18 +90,18 @@ class GraphOps:
             has_bias = f"{name}.bias" in self.weights
             bias = self.weights.vector(f"{name}.bias", size) if has_bias else relax.const(np.zeros(size, "float32"))
             return self.emit(relax.op.nn.layer_norm(x, weight, bias, axes=[-1], epsilon=self.model.eps), name)
-        return self.emit(relax.op.multiply(self._normal(x, name), weight), name)
+        return self.emit(self._normal(x, name) * weight, name)
 
     def _normal(self, x: relax.Expr, name: str) -> relax.Expr:
         """RMS norm without factors."""
         mean = self._mean_square(x, name)
-        stable = self.emit(relax.op.add(mean, scalar(self.model.eps)), f"{name}.stable")
+        stable = self.emit(mean + scalar(self.model.eps), f"{name}.stable")
         inverse = self.emit(relax.op.rsqrt(stable), f"{name}.inverse")
-        return self.emit(relax.op.multiply(x, inverse), f"{name}.normal")
+        return self.emit(x * inverse, f"{name}.normal")
 
     def _mean_square(self, x: relax.Expr, name: str) -> relax.Expr:
         """Mean of the squares of each row."""
-        squares = self.emit(relax.op.multiply(x, x), f"{name}.squares")
+        squares = self.emit(x * x, f"{name}.squares")
         return self.emit(relax.op.mean(squares, [-1], keepdims=True), f"{name}.mean")
 
     def _reshaped(self, x: relax.Expr, shape: list[int], name: str) -> relax.Expr:
@@ -187,10 +187,10 @@ class GraphOps:
         result = self.emit(relax.op.matmul(x, transposed, out_dtype="float32"), name)
         if has_scale and f"{tensor}.scale" in self.weights:
             scale = self.weights.vector(f"{tensor}.scale", 1)
-            result = self.emit(relax.op.multiply(result, scale), f"{name}.scaled")
+            result = self.emit(result * scale, f"{name}.scaled")
         if f"{tensor}.bias" in self.weights:
             bias = self.weights.vector(f"{tensor}.bias", out_features)
-            result = self.emit(relax.op.add(result, bias), f"{name}.biased")
+            result = self.emit(result + bias, f"{name}.biased")
         return result
 
     def _expert_linear(

@@ -87,126 +87,58 @@ class DeltaRule(DeltaRuleSizes):
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Hyperparameters of a model.
+    """Hyperparameters of a model."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the architecture.
-    architecture : Architecture
-    layers, hidden_size, vocabulary, context : int
-        Numbers of layers, of elements of an embedding, of tokens, and of positions in training.
-    dense_layers : int
-        Number of layers at the beginning that have no experts.
-    further_layers : int
-        Number of layers after the others, which predict further tokens and are not read.
-    heads : int
-        Number of query heads.
-    kv_heads, head_sizes : tuple of int
-        For each layer, the number of key-value heads, and the elements of a head in the cache.
-    latent : LatentAttention or None
-        Sizes of an attention with compressed keys and values.
-    delta : DeltaRule or None
-        Sizes of layers with the gated delta rule.
-    feed_forward : tuple of int
-        Width of each layer's feed-forward network.
-    expert_feed_forward : int
-        Width of each expert.
-    eps : float
-        Epsilon of norms.
-    base, base_scale : float
-        Base and scale of rotary frequencies ``base_scale * base ** (-2i / rotary_size)``.
-    yarn : Yarn or None
-        Rule by which frequencies are scaled; None: all by `base_scale`.
-    magnitude : float
-        Factor of cosines and sines without YaRN.
-    short_context : int
-        Positions up to which a model with two lists of divisors of frequencies uses the short one; 0 without.
-    rotary_sizes : tuple of int
-        Number of rotated elements of a head of each layer.
-    attention_chunk : int
-        Positions of the chunks within which some layers attend, which contexts must not exceed; 0: all.
-    has_unit_norms : bool
-        True if queries and keys of rotated layers have norms without factors.
-    temperature : (float, int)
-        Factor f and positions n in ``1 + f * log(1 + floor(position / n))``, by which queries are multiplied.
-    window_base : float
-        Base of layers with a window.
-    windows : tuple of int
-        Number of positions that each layer attends to; 0: all.
-    attention_softcap, logit_softcap : float
-        Softcap c in ``c * tanh(x / c)`` of scores and of logits; 0: none.
-    is_parallel : bool
-        True if attention and feed-forward both read the input of a layer.
-    is_causal : bool
-        True if tokens attend to earlier ones only.
-    pooling : str
-        Tokens of a text whose results are its embedding: the "mean" of all, the first ("cls") or the "last".
-    xielu : tuple of (float, float, float, float)
-        For each layer, the numbers of its activation: of negative values, of positive ones, of both, and the bound of
-        the exponential function (arXiv:2411.13010); none without.
-    routing : RoutingProblem or None
-        Choice of experts, for any number of rows and without biases; None without experts.
-    shared_feed_forward : int
-        Width of the expert of all tokens; 0 without one.
-    shared_caches : int
-        Number of layers at the end that read the cache of an earlier layer.
-    layer_width : int
-        Elements of a token's embedding for each layer; 0 without.
-    streams, active_stream : int
-        Number of residual streams of a model with AltUp, 0 without, and the one that layers change.
-    sparsity : tuple of (float or None)
-        Deviations from the mean that each layer's gates have to exceed; None: all gates count; empty without.
-    embedding_scale, residual_scale, logit_scale : float
-        Factors of embeddings, of what a layer adds to the residual, and of logits.
-    attention_scale : float
-        Factor of attention scores; 0: that of a head's size.
-    """
-
-    name: str
+    name: str  # name of the architecture
     architecture: Architecture
     layers: int
-    dense_layers: int
-    further_layers: int
-    hidden_size: int
-    vocabulary: int
-    context: int
-    heads: int
-    kv_heads: tuple[int, ...]
-    head_sizes: tuple[int, ...]
-    latent: LatentAttention | None
-    delta: DeltaRule | None
-    feed_forward: tuple[int, ...]
-    expert_feed_forward: int
-    eps: float
-    base: float
+    dense_layers: int  # number of layers at the beginning that have no experts
+    further_layers: int  # number of layers after the others, which predict further tokens and are not read
+    hidden_size: int  # elements of an embedding
+    vocabulary: int  # number of tokens
+    context: int  # positions in training
+    heads: int  # number of query heads
+    kv_heads: tuple[int, ...]  # number of key-value heads of each layer
+    head_sizes: tuple[int, ...]  # elements of a head in the cache of each layer
+    latent: LatentAttention | None  # sizes of an attention with compressed keys and values
+    delta: DeltaRule | None  # sizes of layers with the gated delta rule
+    feed_forward: tuple[int, ...]  # width of each layer's feed-forward network
+    expert_feed_forward: int  # width of each expert
+    eps: float  # epsilon of norms
+    base: float  # of rotary frequencies ``base_scale * base ** (-2i / rotary_size)``
     base_scale: float
-    yarn: Yarn | None
-    magnitude: float
+    yarn: Yarn | None  # rule by which frequencies are scaled; None: all by `base_scale`
+    magnitude: float  # factor of cosines and sines without YaRN
+    # Positions up to which a model with two lists of divisors of frequencies uses the short one; 0 without.
     short_context: int
-    rotary_sizes: tuple[int, ...]
+    rotary_sizes: tuple[int, ...]  # number of rotated elements of a head of each layer
+    # Positions of the chunks within which some layers attend, which contexts must not exceed; 0: all.
     attention_chunk: int
-    has_unit_norms: bool
+    has_unit_norms: bool  # queries and keys of rotated layers have norms without factors
+    # Factor f and positions n in ``1 + f * log(1 + floor(position / n))``, by which queries are multiplied.
     temperature: tuple[float, int]
-    window_base: float
-    windows: tuple[int, ...]
-    attention_softcap: float
-    logit_softcap: float
-    is_parallel: bool
-    is_causal: bool
-    pooling: str
+    window_base: float  # base of layers with a window
+    windows: tuple[int, ...]  # number of positions that each layer attends to; 0: all
+    attention_softcap: float  # c in ``c * tanh(x / c)`` of scores; 0: none
+    logit_softcap: float  # the same of logits
+    is_parallel: bool  # attention and feed-forward both read the input of a layer
+    is_causal: bool  # tokens attend to earlier ones only
+    pooling: str  # tokens of a text whose results are its embedding: the "mean" of all, the first ("cls") or the "last"
+    # For each layer, the numbers of its activation: of negative values, of positive ones, of both, and the bound of the
+    # exponential function (arXiv:2411.13010); none without.
     xielu: tuple[tuple[float, ...], ...]
-    routing: RoutingProblem | None
-    shared_feed_forward: int
-    shared_caches: int
-    layer_width: int
-    streams: int
-    active_stream: int
+    routing: RoutingProblem | None  # choice of experts, for any number of rows and without biases; None without experts
+    shared_feed_forward: int  # width of the expert of all tokens; 0 without one
+    shared_caches: int  # number of layers at the end that read the cache of an earlier layer
+    layer_width: int  # elements of a token's embedding for each layer; 0 without
+    streams: int  # number of residual streams of a model with AltUp; 0 without
+    active_stream: int  # the stream that layers change
+    # Deviations from the mean that each layer's gates have to exceed; None: all gates count; empty without.
     sparsity: tuple[float | None, ...]
-    embedding_scale: float
-    residual_scale: float
-    logit_scale: float
-    attention_scale: float
+    embedding_scale: float  # factor of embeddings
+    residual_scale: float  # factor of what a layer adds to the residual
+    logit_scale: float  # factor of logits
+    attention_scale: float  # factor of attention scores; 0: that of a head's size
 
     @property
     def experts(self) -> int:
@@ -308,19 +240,9 @@ class Hyperparameters:
 def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) -> Hyperparameters:
     """Read and check the hyperparameters of a model.
 
-    Parameters
-    ----------
-    fields : mapping
-        The file's metadata.
-    vocabulary : int
-        Rows of the embedding table.
-    file : str
-        Name of the file, for errors.
-
-    Raises
-    ------
-    FrontendError
-        If the architecture is not in the table, a number is missing or invalid, or a feature is not supported.
+    `fields`: the file's metadata; `vocabulary`: rows of the embedding table; `file`: name of the file, for errors.
+    Raises FrontendError if the architecture is not in the table, a number is missing or invalid, or a feature is not
+    supported.
     """
     name = fields.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:

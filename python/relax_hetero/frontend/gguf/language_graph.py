@@ -89,10 +89,10 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
             for layer in range(self.model.layers):
                 x = self._layer(x, layer)
                 if self.layer_inputs is not None:
-                    x = self.emit(relax.op.add(x, self._layer_input(x, layer)), f"blk.{layer}.inp_sum")
+                    x = self.emit(x + self._layer_input(x, layer), f"blk.{layer}.inp_sum")
                 if f"blk.{layer}.layer_output_scale.weight" in self.weights:
                     factor = self.weights.vector(f"blk.{layer}.layer_output_scale.weight", 1)
-                    x = self.emit(relax.op.multiply(x, factor), f"blk.{layer}.out_scaled")
+                    x = self.emit(x * factor, f"blk.{layer}.out_scaled")
         # The result is a tuple expression: a tuple variable would have one device, and move all pages there.
         logits = self._logits(x)
         # An output of the dataflow block, in place of the local variable that `_logits` bound last.
@@ -120,7 +120,7 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
             x = self._with_positions(x)
         if "token_types.weight" in self.weights:
             kind = relax.const(self.weights.first_row("token_types.weight", model.hidden_size))
-            x = self.emit(relax.op.add(x, kind), "token_embd.typed")
+            x = self.emit(x + kind, "token_embd.typed")
         return self._norm(x, "token_embd_norm") if "token_embd_norm.weight" in self.weights else x
 
     def _with_positions(self, x: relax.Expr) -> relax.Expr:
@@ -134,7 +134,7 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
         positions = self.emit(
             relax.op.take(table, self.params["positions"], axis=0, mode="clip"), "token_embd.positions"
         )
-        return self.emit(relax.op.add(x, positions), "token_embd.sum")
+        return self.emit(x + positions, "token_embd.sum")
 
     def _stream_layers(self, x: relax.Expr) -> relax.Expr:
         """All layers of a model with several residual streams, (rows, streams, hidden_size)."""
@@ -157,7 +157,7 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
         if norms.attention_out:
             projection = self._norm(projection, f"{name}.{norms.attention_out}")
         projection = self._scaled(projection, model.residual_scale, f"{name}.attn_scaled")
-        total = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
+        total = self.emit(x + projection, f"{name}.attn_sum")
         if norms.attention_sum:
             total = self._norm(total, f"{name}.{norms.attention_sum}")
         if f"{name}.laurel_l.weight" in self.weights:
@@ -174,11 +174,11 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
             feed_forward = self._experts(inputs, name)
             if model.shared_feed_forward:
                 shared = self._shared_expert(inputs, name)
-                feed_forward = self.emit(relax.op.add(feed_forward, shared), f"{name}.ffn_out")
+                feed_forward = self.emit(feed_forward + shared, f"{name}.ffn_out")
         if norms.feed_forward_out:
             feed_forward = self._norm(feed_forward, f"{name}.{norms.feed_forward_out}")
         feed_forward = self._scaled(feed_forward, model.residual_scale, f"{name}.ffn_scaled")
-        result = self.emit(relax.op.add(total, feed_forward), f"{name}.ffn_sum")
+        result = self.emit(total + feed_forward, f"{name}.ffn_sum")
         return self._norm(result, f"{name}.{norms.feed_forward_sum}") if norms.feed_forward_sum else result
 
     def _input_norms(self, layer: int) -> tuple[str, str]:
@@ -199,6 +199,6 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
         logits = self._scaled(logits, model.logit_scale, "output.factored")
         if not model.logit_softcap:
             return logits
-        scaled = self.emit(relax.op.multiply(logits, scalar(1.0 / model.logit_softcap)), "output.scaled")
+        scaled = self.emit(logits * scalar(1.0 / model.logit_softcap), "output.scaled")
         bounded = self.emit(relax.op.tanh(scaled), "output.tanh")
-        return self.emit(relax.op.multiply(bounded, scalar(model.logit_softcap)), "output.capped")
+        return self.emit(bounded * scalar(model.logit_softcap), "output.capped")

@@ -144,23 +144,15 @@ class ModelPlan:
         return data
 
 
-def plan_model(problem: LayerProblem, placement: PlacementRules | Literal["auto"]) -> ModelPlan:
+def plan_model(
+    problem: LayerProblem,
+    placement: PlacementRules | Literal["auto"],  # as for `from_gguf`
+) -> ModelPlan:
     """Plan a language model.
 
-    Parameters
-    ----------
-    placement : PlacementRules or "auto"
-        As for `from_gguf`.
-
-    Raises
-    ------
-    FrontendError
-        If a list of experts is invalid, `from_gguf` refuses a mesh of a rule, or only a part of the model, or of the
-        devices, is on one.
-    PlacementError
-        If the model does not fit.
-    VDeviceError
-        If a device of a rule is not in the list.
+    Raises FrontendError if a list of experts is invalid, `from_gguf` refuses a mesh of a rule, or only a part of the
+    model, or of the devices, is on one, and PlacementError if the model does not fit, and VDeviceError if a device of a
+    rule is not in the list.
     """
     is_auto, costs, limits = isinstance(placement, str), problem.search.costs, problem.limits
     if isinstance(placement, str):

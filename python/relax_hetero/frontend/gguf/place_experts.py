@@ -83,12 +83,7 @@ class ExpertPlan:
         return [*rules, ("*", names[self.home], reason)]
 
     def _reason(
-        self,
-        what: str,
-        faster: Sequence[int],
-        needed: Sequence[float],
-        names: Sequence[str],
-        memory: Mapping[int, int],
+        self, what: str, faster: Sequence[int], needed: Sequence[float], names: Sequence[str], memory: Mapping[int, int]
     ) -> str:
         """The reason why something is on none of the faster devices, where it needs so many bytes."""
         if not faster:
@@ -108,14 +103,8 @@ def place_experts(
 ) -> ExpertPlan | None:
     """Find the home and the devices of experts with the least time per token, or None if nothing fits.
 
-    Parameters
-    ----------
-    limits : mapping from int to float
-        Index of a device -> maximum of resident bytes; other devices have no limit.
-    dense : sequence of (float, float)
-        Bytes and seconds of all but the experts on each device.
-    row_bytes : float
-        Bytes of a row of activations.
+    `limits`: index of a device -> maximum of resident bytes, other devices have no limit; `dense`: bytes and seconds of
+    all but the experts on each device; `row_bytes`: bytes of a row of activations.
     """
     count = range(len(dense))
     order = sorted(count, key=lambda device: sum(layer.seconds[device] for layer in layers))
@@ -152,14 +141,8 @@ def _deal(
 ) -> dict[int, tuple[int, ...]] | None:
     """Deal experts over devices; return the device of each expert, by layer, or None if memory is too small.
 
-    Parameters
-    ----------
-    free : sequence of float
-        Bytes for experts on each device.
-    order : sequence of int
-        Devices, the fastest first.
-    by_layer : bool
-        Whether experts of a layer are taken to be equally frequent, so that few layers are on several devices.
+    `free`: bytes for experts on each device; `order`: devices, the fastest first; `by_layer`: whether experts of a
+    layer are taken to be equally frequent, so that few layers are on several devices.
     """
     owners = {layer.layer: [-1] * len(layer.pairs) for layer in layers}
     for device, slower in zip(order, [*order[1:], order[-1]], strict=True):
@@ -189,10 +172,7 @@ def expert_pairs(model: Hyperparameters, counts: Sequence[float] | None) -> tupl
 def read_expert_counts(source: ExpertCountsSource | None, model: Hyperparameters) -> dict[int, tuple[float, ...]]:
     """Counts of each layer's experts, of a file or a mapping; empty for None.
 
-    Raises
-    ------
-    FrontendError
-        If the file cannot be read, or the counts are not of this model.
+    Raises FrontendError if the file cannot be read, or the counts are not of this model.
     """
     if source is None:
         return {}

@@ -110,28 +110,7 @@ def _bytes_of_copies(file: GgufFile) -> int:
 
 
 class LayerProblem:
-    """Placement of a model's layers on some devices.
-
-    Parameters
-    ----------
-    file, model, cache : GgufFile, Hyperparameters, PagedCache
-    vdevices : sequence of VDevice
-    costs : CostModel
-        Cost model of these devices.
-    limits : mapping from int to int
-        Index of a device -> maximum bytes of its memory; other devices have no limit.
-    expert_counts : mapping from int to sequence of float, optional
-        Layer -> counts of its experts (`place_experts.read_expert_counts`).
-
-    Attributes
-    ----------
-    search : PlanSearch
-        Parts of the model, and the search for plans.
-    working : list of int
-        Bytes that each device needs besides weights and cache.
-    names : list of str
-        Names of the devices.
-    """
+    """Placement of a model's layers on some devices."""
 
     def __init__(
         self,
@@ -139,22 +118,25 @@ class LayerProblem:
         model: Hyperparameters,
         cache: PagedCache,
         vdevices: Sequence[tvm.relax.VDevice],
-        costs: CostModel,
-        limits: Mapping[int, int],
+        costs: CostModel,  # cost model of these devices
+        limits: Mapping[int, int],  # index of a device -> maximum bytes of its memory; other devices have no limit
+        # Layer -> counts of its experts (`place_experts.read_expert_counts`).
         expert_counts: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
         self.file, self.model, self.cache, self.vdevices = file, model, cache, list(vdevices)
         self._layouts, self._expert_counts = layouts_of(vdevices), expert_counts or {}
         parts = self.parts()
+        # Parts of the model, and the search for plans.
         self.search = PlanSearch(parts, costs, model.hidden_size * 4, Step(1, cache.context // 2))
         self.limits = dict(limits)
+        # Bytes that each device needs besides weights and cache.
         self.working = [working_bytes(model, cache, vdevice) for vdevice in vdevices]
         if any(map(is_cpu, vdevices)):
             copies = _bytes_of_copies(file)
             self.working = [
                 size + copies * (not is_cpu(vdevice)) for size, vdevice in zip(self.working, vdevices, strict=True)
             ]
-        self.names = [device_name(vdevice, vdevices) for vdevice in vdevices]
+        self.names = [device_name(vdevice, vdevices) for vdevice in vdevices]  # names of the devices
 
     def parts(
         self,
@@ -173,10 +155,7 @@ class LayerProblem:
     def best(self, limits: Mapping[int, float] | None = None) -> LayerPlan | ExpertPlan:
         """The plan with the least time per token, with other limits if given.
 
-        Raises
-        ------
-        PlacementError
-            If the model does not fit.
+        Raises PlacementError if the model does not fit.
         """
         free = self.free(limits)
         plan, split = self.search.best(free), self._split_experts(free)
@@ -225,12 +204,7 @@ class LayerProblem:
     def estimate(self, seconds: float, busy_seconds: Mapping[str, float]) -> dict[str, Any]:
         """The estimate of a decoded token in the form of `AutoPlacement.to_json`.
 
-        Parameters
-        ----------
-        seconds : float
-            Time of the token.
-        busy_seconds : mapping from str to float
-            Name of a device -> time that it works.
+        `busy_seconds`: name of a device -> time that it works.
         """
         alone = {name: self.search.plan((i,) * len(self.search.parts)).seconds for i, name in enumerate(self.names)}
         return {
@@ -299,30 +273,19 @@ _AFTER_ATTENTION = ("attn_output", "attn_gate", "ssm_out")
 
 
 class ModelParts:
-    """The parts of a model.
-
-    Parameters
-    ----------
-    file, model, cache : GgufFile, Hyperparameters, PagedCache
-    layouts : sequence of BlockLayout or None
-        Layout of block-quantized weights on each device.
-    device_of : callable
-        Device of a variable by its name: a part whose matrices are on several devices is several.
-    groups : mapping from str to sequence of ExpertGroup, optional
-        Experts by device of each layer that is split, by its prefix.
-    expert_counts : mapping from int to sequence of float, optional
-        Layer -> counts of its experts.
-    """
+    """The parts of a model."""
 
     def __init__(
         self,
         file: GgufFile,
         model: Hyperparameters,
         cache: PagedCache,
-        layouts: Sequence[BlockLayout | None],
+        layouts: Sequence[BlockLayout | None],  # layout of block-quantized weights on each device
+        # Device of a variable by its name: a part whose matrices are on several devices is several.
         device_of: Callable[[str], object] = lambda _: None,
+        # Experts by device of each layer that is split, by its prefix.
         groups: Mapping[str, Sequence[ExpertGroup]] | None = None,
-        expert_counts: Mapping[int, Sequence[float]] | None = None,
+        expert_counts: Mapping[int, Sequence[float]] | None = None,  # layer -> counts of its experts
     ) -> None:
         self._file, self._model, self._cache, self._layouts = file, model, cache, layouts
         self._device_of, self._groups, self._expert_counts = device_of, groups or {}, expert_counts or {}
@@ -422,7 +385,7 @@ class ModelParts:
         of_last_row = of_all = 0
         for tensor in tensors:
             if len(tensor.shape) > 1:
-                kind, count = _product_type(tensor), prod(tensor.shape)
+                kind, count = _PRODUCT_TYPES.get(tensor.type, QUANTIZED), prod(tensor.shape)
                 products[kind] = products.get(kind, 0.0) + share * count
                 of_all += count
                 of_last_row += count * self._is_of_last_row(name, tensor)
@@ -445,11 +408,6 @@ class ModelParts:
         _, layer, name, *_ = tensor.name.split(".")
         is_after = not self._is_attention(tensor) or name in _AFTER_ATTENTION
         return int(layer) > self._full_layers or (int(layer) == self._full_layers and is_after)
-
-
-def _product_type(tensor: FileTensor) -> str:
-    """Type of a tensor's weights in products (`DeviceCost.products`)."""
-    return _PRODUCT_TYPES.get(tensor.type, QUANTIZED)
 
 
 _PRODUCT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

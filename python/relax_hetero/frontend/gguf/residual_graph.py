@@ -34,8 +34,8 @@ class ResidualGraph(FeedForwardGraph):
         product = self._scaled(product, model.hidden_size**-0.5, f"{name}_proj_scaled")
         heads = self._reshaped(product, [rows, model.layers, width], f"{name}_heads")
         factors = self.weights.vector("per_layer_proj_norm.weight", width)
-        normal = self.emit(relax.op.multiply(self._normal(heads, f"{name}_norm"), factors), f"{name}_norm")
-        total = self.emit(relax.op.add(tokens, self._reshaped(normal, [rows, columns], f"{name}_flat")), f"{name}_sum")
+        normal = self.emit(self._normal(heads, f"{name}_norm") * factors, f"{name}_norm")
+        total = self.emit(tokens + self._reshaped(normal, [rows, columns], f"{name}_flat"), f"{name}_sum")
         self.layer_inputs = self._scaled(total, 0.5**0.5, f"{name}_inputs")
 
     def _layer_input(self, x: relax.Expr, layer: int) -> relax.Expr:
@@ -52,10 +52,8 @@ class ResidualGraph(FeedForwardGraph):
         model, rank = self.model, self.weights.rows_of(f"{name}.laurel_l.weight")
         low = self._linear(x, f"{name}.laurel_l", rank, model.hidden_size)
         product = self._norm(self._linear(low, f"{name}.laurel_r", model.hidden_size, rank), f"{name}.laurel_post_norm")
-        laurel = self.emit(relax.op.add(x, product), f"{name}.laurel")
-        return self._scaled(
-            self.emit(relax.op.add(total, laurel), f"{name}.laurel_sum"), 0.5**0.5, f"{name}.laurel_mean"
-        )
+        laurel = self.emit(x + product, f"{name}.laurel")
+        return self._scaled(self.emit(total + laurel, f"{name}.laurel_sum"), 0.5**0.5, f"{name}.laurel_mean")
 
     def _streams(self, x: relax.Expr) -> relax.Expr:
         """Streams of the embeddings, (rows, streams, hidden_size): themselves, and products of their magnitude."""
@@ -82,8 +80,8 @@ class ResidualGraph(FeedForwardGraph):
             product = self._linear(stream, part, size, size, f"{name}_{part}")
             square = relax.op.maximum(self._mean_square(product, f"{name}_{part}"), scalar(_LEAST_SQUARE))
             factor = self.emit(relax.op.rsqrt(self.emit(square, f"{name}_{part}.least")), f"{name}_{part}.inverse")
-            factor = self.emit(relax.op.multiply(factor, magnitude), f"{name}_{part}.factor")
-            results.append(self.emit(relax.op.multiply(product, factor), f"{name}_{part}.scaled"))
+            factor = self.emit(factor * magnitude, f"{name}_{part}.factor")
+            results.append(self.emit(product * factor, f"{name}_{part}.scaled"))
         return results
 
     def _predicted(self, x: relax.Expr, layer: int) -> relax.Expr:
@@ -93,29 +91,27 @@ class ResidualGraph(FeedForwardGraph):
         coefficients = self._small_linear(shares, f"blk.{layer}.altup_predict_coef", count * count, count)
         matrices = self._reshaped(coefficients, [self.rows, count, count], f"{name}_matrices")
         sums = self.emit(relax.op.matmul(matrices, x), f"{name}_sums")
-        return self.emit(relax.op.add(x, sums), name)
+        return self.emit(x + sums, name)
 
     def _corrected(self, x: relax.Expr, result: relax.Expr, layer: int) -> relax.Expr:
         """Streams corrected by the result of a layer; all but the first get the layer's input, too."""
         model, count, name = self.model, self.model.streams, f"blk.{layer}.altup_correct"
         shares = self._modalities(result, layer, name)
-        change = self.emit(relax.op.subtract(result, self._active(x, name)), f"{name}_change")
+        change = self.emit(result - self._active(x, name), f"{name}_change")
         coefficients = self._small_linear(shares, f"blk.{layer}.altup_correct_coef", count, count)
-        coefficients = self.emit(relax.op.add(coefficients, scalar(1.0)), f"{name}_shares")
+        coefficients = self.emit(coefficients + scalar(1.0), f"{name}_shares")
         products = self.emit(
-            relax.op.multiply(
-                self._reshaped(coefficients, [self.rows, count, 1], f"{name}_column"),
-                self._reshaped(change, [self.rows, 1, model.hidden_size], f"{name}_row"),
-            ),
+            self._reshaped(coefficients, [self.rows, count, 1], f"{name}_column")
+            * self._reshaped(change, [self.rows, 1, model.hidden_size], f"{name}_row"),
             f"{name}_products",
         )
-        x = self.emit(relax.op.add(x, products), name)
+        x = self.emit(x + products, name)
         factors = self.weights.vector(f"blk.{layer}.altup_correct_scale.weight", model.hidden_size)
-        active = self.emit(relax.op.multiply(self._active(x, f"{name}ed"), factors), f"{name}_scaled")
+        active = self.emit(self._active(x, f"{name}ed") * factors, f"{name}_scaled")
         row = self._reshaped(self._layer_input(active, layer), [self.rows, 1, model.hidden_size], f"{name}_input")
         others = relax.const(np.arange(count, dtype="float32").clip(0, 1).reshape(1, count, 1))
-        added = self.emit(relax.op.multiply(row, others), f"{name}_inputs")
-        return self.emit(relax.op.add(x, added), f"blk.{layer}.altup_out")
+        added = self.emit(row * others, f"{name}_inputs")
+        return self.emit(x + added, f"blk.{layer}.altup_out")
 
     def _modalities(self, x: relax.Expr, layer: int, name: str) -> relax.Expr:
         """Numbers from -1 to 1 for each stream, by which streams are mixed."""

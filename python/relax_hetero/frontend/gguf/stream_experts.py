@@ -65,25 +65,15 @@ def plan_streams(
     model: Hyperparameters,
     cache: PagedCache,
     types: ActivationTypes,
-    groups: Mapping[str, Sequence[ExpertGroup]],
+    groups: Mapping[str, Sequence[ExpertGroup]],  # experts by device of each layer that is split, by its prefix
     vdevices: Sequence[tvm.relax.VDevice],
+    # Minimum rows of a chunk; "auto": those from which copies are faster by the cost model; 0 or None: never.
     stream_experts: int | Literal["auto"] | None,
-    costs: Callable[[], CostModel],
+    costs: Callable[[], CostModel],  # makes the cost model of `vdevices`, if it is needed
+    # True if all layers compute all rows of a chunk; others compute one (`Hyperparameters.full_layers`).
     all_rows: bool,
 ) -> ExpertStreams:
-    """Choose the layers and chunks whose experts are copied.
-
-    Parameters
-    ----------
-    groups : mapping from str to sequence of ExpertGroup
-        Experts by device of each layer that is split, by its prefix.
-    stream_experts : int, "auto" or None
-        Minimum rows of a chunk; "auto": those from which copies are faster by the cost model; 0 or None: never.
-    costs : callable
-        Makes the cost model of `vdevices`, if it is needed.
-    all_rows : bool
-        True if all layers compute all rows of a chunk; others compute one (`Hyperparameters.full_layers`).
-    """
+    """Choose the layers and chunks whose experts are copied."""
     ends: dict[tuple[int, str], list[int]] = {}
     for layer in range(model.dense_layers, model.full_layers(all_rows)) if stream_experts and model.experts else ():
         prefix = f"blk.{layer}"

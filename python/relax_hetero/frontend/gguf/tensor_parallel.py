@@ -75,15 +75,8 @@ def split_caches(
 ) -> tuple[tuple[LayerCache, ...], tuple[int, ...]]:
     """Caches as functions take them, and the number of parts of each layer's cache.
 
-    Parameters
-    ----------
-    rules, vdevices
-        Placement rules and devices.
-
-    Raises
-    ------
-    FrontendError
-        If the heads of a layer over a mesh cannot be split.
+    `rules`, `vdevices`: placement rules and devices. Raises FrontendError if the heads of a layer over a mesh cannot be
+    split.
     """
     parts = cache_parts(model, ActivationTypes(None, "float32", rules, vdevices))
     caches: list[LayerCache] = []

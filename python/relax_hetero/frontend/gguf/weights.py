@@ -23,10 +23,7 @@ _MAX_LISTED = 5
 class Weights:
     """Converts each tensor to a constant once, so that functions share it.
 
-    Parameters
-    ----------
-    model : Hyperparameters
-        Its architecture has the names of the tensors that the file may have; those of further layers are not read.
+    `model`: its architecture has the names of the tensors that the file may have, those of further layers are not read.
     """
 
     def __init__(self, file: GgufFile, model: Hyperparameters) -> None:
@@ -74,14 +71,8 @@ class Weights:
     def stack(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
         """Stack tensors along rows into one with a new name; return False unless all exist, of one type without scales.
 
-        Parameters
-        ----------
-        name : str
-            New name.
-        parts : sequence of (str, int)
-            Names of the tensors and their numbers of rows, in order.
-        depth : int
-            Elements of a row; none for vectors.
+        `name`: new name; `parts`: names of the tensors and their numbers of rows, in order; `depth`: elements of a row,
+        none for vectors.
         """
         tensors = [self._file.tensors.get(part) for part, _ in parts]
         if len({tensor and tensor.type for tensor in tensors}) != 1 or tensors[0] is None:
@@ -97,14 +88,8 @@ class Weights:
     def split_rows(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> None:
         """Split a matrix along rows into equal parts with new names, views of the file, if it has the rows of all.
 
-        Parameters
-        ----------
-        name : str
-            Name of the matrix, which may also be that of a part.
-        parts : sequence of str
-            New names, in order.
-        shape : sequence of int
-            Rows and depth of a part.
+        `name`: name of the matrix, which may also be that of a part; `parts`: new names, in order; `shape`: rows and
+        depth of a part.
         """
         rows, depth = shape
         tensor = self._file.tensors.get(name)
@@ -135,14 +120,7 @@ class Weights:
     def split_experts(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> None:
         """Split matrices of experts along rows into equal parts with new names, views of the file, if it has them.
 
-        Parameters
-        ----------
-        name : str
-            Name of the matrices.
-        parts : sequence of str
-            New names, in order.
-        shape : sequence of int
-            Experts, rows and depth of a part.
+        `name`: name of the matrices; `parts`: new names, in order; `shape`: experts, rows and depth of a part.
         """
         experts, rows, depth = shape
         if name not in self._file.tensors or parts[0] in self._stacked:
@@ -152,18 +130,14 @@ class Weights:
             data = tensor.data[:, index * rows : (index + 1) * rows]
             self._stacked[part] = FileTensor(part, (experts, rows, depth), tensor.type, data)
 
-    def select_experts(self, name: str, new_name: str, experts: Sequence[int], shape: Sequence[int]) -> None:
-        """Give the matrices, scales and biases of some experts a new name: views of the file if they are neighbours.
-
-        Parameters
-        ----------
-        name, new_name : str
-            Names without ``.weight`` and ``.bias``.
-        experts : sequence of int
-            Numbers of the experts, ascending.
-        shape : sequence of int
-            Extents of all matrices: experts, rows and depth.
-        """
+    def select_experts(
+        self,
+        name: str,  # name without ``.weight`` and ``.bias``
+        new_name: str,  # the same of the selected ones
+        experts: Sequence[int],  # numbers of the experts, ascending
+        shape: Sequence[int],  # extents of all matrices: experts, rows and depth
+    ) -> None:
+        """Give the matrices, scales and biases of some experts a new name: views of the file if they are neighbours."""
         if f"{new_name}.weight" in self._stacked:
             return
         is_range = experts[-1] - experts[0] + 1 == len(experts)
@@ -229,11 +203,7 @@ class Weights:
 
         Axes before the last become one axis of rows. Unquantized numbers become `dtype`, unless that is float32. The
         constants are those of `dequantize_blocks`: bytes of a file's format, or integers, scales and zero points.
-
-        Raises
-        ------
-        FrontendError
-            If the tensor is missing, or has another shape or an unknown type.
+        Raises FrontendError if the tensor is missing, or has another shape or an unknown type.
         """
         tensor = self.tensor(name, shape)
         half = _HALF_FORMATS.get(dtype)

@@ -121,12 +121,7 @@ _MAX_HEAD_SIZE = 1 << 16
 class HubConfig:
     """Values of a ``config.json``, those of its text model first, and the class's defaults.
 
-    Attributes
-    ----------
-    path : Path
-        The file.
-    name : str
-        Name of the class.
+    `path`: the file; `name`: name of the class.
     """
 
     def __init__(self, path: Path) -> None:
@@ -202,13 +197,7 @@ def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def metadata_of(config: HubConfig) -> dict[str, Any]:
-    """Metadata as in a GGUF file of the model.
-
-    Raises
-    ------
-    FrontendError
-        If a value is invalid or not supported.
-    """
+    """Metadata as in a GGUF file of the model. Raises FrontendError if a value is invalid or not supported."""
     name = config.hub_class.architecture
     for key, expected in _REQUIRED.items():
         if config.get(key) not in (None, expected):
@@ -478,11 +467,7 @@ def rotary_tensors(config: HubConfig) -> dict[str, np.ndarray]:
     """Divisors of frequencies that GGUF files have as tensors, by their names.
 
     Those of llama 3 leave frequencies that turn often within the original context, and divide those that turn seldom.
-
-    Raises
-    ------
-    FrontendError
-        If a parameter is missing or invalid.
+    Raises FrontendError if a parameter is missing or invalid.
     """
     values, _ = config.rotary()
     kind = _rotary_kind(config, values)

@@ -21,12 +21,8 @@ _log = logging.getLogger("relax_hetero")
 def read_folder(path: str | os.PathLike[str]) -> GgufFile:
     """Open a folder with ``config.json`` and ``*.safetensors`` as a GGUF file.
 
-    Tensors are views of the mapped files, or made of them when they are read.
-
-    Raises
-    ------
-    FrontendError
-        If a file is missing or damaged, or the model's class, a tensor or a quantization is unknown.
+    Tensors are views of the mapped files, or made of them when they are read. Raises FrontendError if a file is missing
+    or damaged, or the model's class, a tensor or a quantization is unknown.
     """
     folder = Path(path)
     config = HubConfig(folder / CONFIG)

@@ -84,13 +84,7 @@ def select_rows(
 
 
 def stack(name: str, tensors: Sequence[FileTensor]) -> FileTensor:
-    """Tensors of one shape and type along a new first axis.
-
-    Raises
-    ------
-    FrontendError
-        If shapes or types differ.
-    """
+    """Tensors of one shape and type along a new first axis. Raises FrontendError if shapes or types differ."""
     first = tensors[0]
     for tensor in tensors:
         if (tensor.shape, tensor.type) != (first.shape, first.type):

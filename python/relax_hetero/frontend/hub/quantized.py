@@ -34,17 +34,8 @@ Module = Mapping[str, StoredTensor]
 class Quantization:
     """The quantization of a folder's weights, and the readers of its modules.
 
-    Attributes
-    ----------
-    values : mapping
-        ``quantization_config`` of the configuration; empty without one.
-    dequantized : set of str
-        Element types of matrices that did not keep their bits.
-
-    Raises
-    ------
-    FrontendError
-        If the method is unknown.
+    `values`: ``quantization_config`` of the configuration, empty without one; `dequantized`: element types of matrices
+    that did not keep their bits. Raises FrontendError if the method is unknown.
     """
 
     def __init__(self, config: HubConfig) -> None:
@@ -61,10 +52,7 @@ class Quantization:
     def tensors(self, name: str, module: Module) -> list[FileTensor]:
         """The matrix of a module as tensor `name` ``.weight``, and perhaps its ``.scale``; [] if it is not quantized.
 
-        Raises
-        ------
-        FrontendError
-            If a tensor is missing or has another shape or type, or the quantization is not supported.
+        Raises FrontendError if a tensor is missing or has another shape or type, or the quantization is not supported.
         """
         for part, is_quantized, read in _READERS:
             if part in module and is_quantized(module[part]):
@@ -84,10 +72,7 @@ class Quantization:
 class _Reader:
     """Reader of one module's tensors with checks.
 
-    Attributes
-    ----------
-    scale : list of FileTensor
-        Factor of the matrix that is a tensor of its own, if it has one.
+    `scale`: factor of the matrix that is a tensor of its own, if it has one.
     """
 
     def __init__(self, quantization: Quantization, name: str, module: Module) -> None:

@@ -71,10 +71,7 @@ class StoredTensor:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
-    Raises
-    ------
-    FrontendError
-        If the file is missing, too long or not such a file.
+    Raises FrontendError if the file is missing, too long or not such a file.
     """
     try:
         return parse_object(read_regular(path, _MAX_JSON_BYTES), path)
@@ -105,10 +102,7 @@ def parse_object(data: bytes, path: Path) -> dict[str, Any]:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those of the index if there is one, else one file, else all.
 
-    Raises
-    ------
-    FrontendError
-        If there is none, or the index is invalid or names files outside the folder.
+    Raises FrontendError if there is none, or the index is invalid or names files outside the folder.
     """
     if (folder / INDEX).exists():
         return [folder / name for name in sorted(set(_read_index(folder).values()))]
@@ -136,10 +130,8 @@ def _read_index(folder: Path) -> Mapping[str, str]:
 def read_tensors(folder: Path) -> tuple[dict[str, StoredTensor], tuple[mmap.mmap, ...]]:
     """Map all files of a folder; return their tensors by name, and the mapped files.
 
-    Raises
-    ------
-    FrontendError
-        If a file is missing or damaged, or two files have a tensor of the same name, or a file lacks one of the index.
+    Raises FrontendError if a file is missing or damaged, or two files have a tensor of the same name, or a file lacks
+    one of the index.
     """
     tensors: dict[str, StoredTensor] = {}
     files = []

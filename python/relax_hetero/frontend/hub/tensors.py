@@ -78,10 +78,7 @@ def hub_tensors(
 ) -> dict[str, FileTensor]:
     """All tensors of a model by their names in GGUF files.
 
-    Raises
-    ------
-    FrontendError
-        If a tensor has an unknown name, type or shape.
+    Raises FrontendError if a tensor has an unknown name, type or shape.
     """
     modules = _read_modules(_used(stored, config), quantization)
     tensors = _named(_without_experts(_split(modules, config), config), config)

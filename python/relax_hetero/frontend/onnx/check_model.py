@@ -43,10 +43,7 @@ _TENSORS = (
 def check_form(proto: onnx.ModelProto, source: str) -> None:
     """Refuse a model whose form is not ONNX's, or is one that no exporter writes.
 
-    Raises
-    ------
-    FrontendError
-        Naming `source`, and what was found and expected.
+    Raises FrontendError, naming `source`, and what was found and expected.
     """
     if not proto.HasField("graph"):
         raise FrontendError(f"{source} has no graph")
@@ -68,18 +65,13 @@ def check_form(proto: onnx.ModelProto, source: str) -> None:
         _check_dims(tensor.dims, f"{source}: {what}")
 
 
-def check_by_onnx(proto: onnx.ModelProto, source: str) -> None:
+def check_by_onnx(
+    proto: onnx.ModelProto,  # a model that `check_form` has passed, with its nodes in order
+    source: str,
+) -> None:
     """Refuse a model that ONNX's checker refuses, except for forms that ONNX Runtime takes.
 
-    Parameters
-    ----------
-    proto : onnx.ModelProto
-        A model that `check_form` has passed, with its nodes in order.
-
-    Raises
-    ------
-    FrontendError
-        Naming `source`, and the checker's finding.
+    Raises FrontendError, naming `source`, and the checker's finding.
     """
     newest = onnx.defs.onnx_opset_version()
     bare = _without_data(proto)
@@ -129,12 +121,8 @@ def _hide(op_types: Set[str], bare: onnx.ModelProto) -> bool:
 def check_size(proto: onnx.ModelProto, source: str, budget: Budget) -> None:
     """Refuse a model with too many nodes or too deep a nesting, after its function calls are inlined.
 
-    Each function is counted once, so that time is linear in the size of the file.
-
-    Raises
-    ------
-    FrontendError
-        Also where functions call each other in a circle.
+    Each function is counted once, so that time is linear in the size of the file. Raises FrontendError also
+    where functions call each other in a circle.
     """
     nodes, _ = _Counter(function_table(proto), source).count(proto.graph.node, 0)
     budget.check_nodes(nodes, source)

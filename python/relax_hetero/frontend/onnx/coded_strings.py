@@ -53,10 +53,7 @@ class Strings:
 def with_coded_strings(model: OnnxModel) -> tuple[OnnxModel, Strings | None]:
     """The model with codes for strings, and the table; the same model object and None if it has no strings.
 
-    Raises
-    ------
-    FrontendError
-        Naming every node that computes with strings.
+    Raises FrontendError, naming every node that computes with strings.
     """
     coder = _Coder()
     coder.read(model.proto.graph)

@@ -33,12 +33,7 @@ def is_external(tensor: onnx.TensorProto) -> bool:
 class ExternalData:
     """External files of a model, each mapped once, on first use.
 
-    Parameters
-    ----------
-    source : str
-        Name of the model in messages.
-    path : Path or None
-        The model's file; None for a model in memory.
+    `source`: name of the model in messages; `path`: the model's file, None for a model in memory.
     """
 
     def __init__(self, source: str, path: Path | None) -> None:
@@ -55,11 +50,8 @@ class ExternalData:
     def bytes_of(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
         """The bytes of an external tensor as ``uint8``, in a private mapping.
 
-        Raises
-        ------
-        FrontendError
-            If the location is invalid or outside of the model's folder, the file is missing or not regular, or the
-            offset or length is not a number or exceeds the file.
+        Raises FrontendError if the location is invalid or outside of the model's folder, the file is missing or not
+        regular, or the offset or length is not a number or exceeds the file.
         """
         entries = _location_entries(tensor, what)
         location = entries.get("location", "")

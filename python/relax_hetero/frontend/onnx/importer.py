@@ -19,7 +19,7 @@ from ...errors import FrontendError
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS
 from ...target.element_types import bytes_for, numpy_dtype
 from ...transform.ir.reasons import reason
-from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
+from ..import_limits import MAX_RANK, Budget, budget, spending
 from ..joined_sizes import Bounds, JoinedSizes, SizeIsBounded, joining_sizes
 from ..ops.custom import CustomOp, custom_op
 from ..ops.node import STANDARD_DOMAINS, Node, array_of, as_dim, dtype_of, onnx_dtype
@@ -88,16 +88,14 @@ class ImportedGraph:
     defaults: dict[str, tvm.runtime.Tensor] = field(default_factory=dict)
 
 
-def import_onnx(
-    model_or_path: ModelSource, shapes: Shapes | None = None, limits: ImportLimits | None = None
-) -> ImportedGraph:
-    """Import an ONNX model without names and devices of bindings; see `from_onnx` for the parameters."""
-    model = load_model(model_or_path, limits)
-    return import_nodes(model, name_nodes(model.proto), shapes)
+def import_onnx(source: ModelSource) -> ImportedGraph:
+    """Import an ONNX model without names and devices of bindings."""
+    model = load_model(source, None)
+    return import_nodes(model, name_nodes(model.proto), None)
 
 
 def import_nodes(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> ImportedGraph:
-    """Import a loaded model whose nodes are named; see `import_onnx`."""
+    """Import a loaded model whose nodes are named; see `from_onnx` for `shapes`."""
     check_supported(nodes, model, function_table(model.proto))
     defaults = default_inputs(model)
     inputs = graph_inputs(model.proto.graph, shapes, defaults)
@@ -126,19 +124,9 @@ def import_graph(
 ) -> ImportedGraph:
     """Import a model's graph with stock TVM's converters and this library's own.
 
-    Parameters
-    ----------
-    nodes : list of NodeInfo
-        The names of its nodes, in order.
-    inputs : mapping of str to relax.Var
-        ONNX name -> parameter.
-    make_importer : callable, optional
-        Factory, called for each restart; default `GraphImporter`.
-
-    Raises
-    ------
-    FrontendError
-        If a node cannot be converted; the text has its name, its op and the reason.
+    `nodes`: the names of its nodes, in order; `inputs`: ONNX name -> parameter; `make_importer`: factory, called for
+    each restart, default `GraphImporter`. Raises FrontendError if a node cannot be converted; the text has its name,
+    its op and the reason.
     """
     bounds: dict[tvm.tirx.Var, int] = {}
     sizes = sizes_in(param.ty for param in inputs.values())

@@ -36,30 +36,22 @@ _OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
 }
 
 
-def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None, defaults: Collection[str] = ()) -> dict[str, relax.Var]:
+def graph_inputs(
+    graph: onnx.GraphProto,
+    # ``{"input": [1, 128]}`` sets an input's shape (None keeps the model's dimension, a string names a symbolic one).
+    # ``{"batch": 1}`` sets a named dimension wherever it occurs, and ``{"total": "past + seq"}`` sets it to an
+    # expression of other dimensions. ``{"list": [[2], [3]]}`` sets the shape of each tensor of a sequence.
+    # ``{"extra": None}`` declares an optional input to be empty.
+    shapes: Shapes | None,
+    defaults: Collection[str] = (),  # inputs whose initializers are defaults (`default_inputs`)
+) -> dict[str, relax.Var]:
     """Create a parameter for each input that is not a weight, in the model's order; those with defaults come last.
 
-    Parameters
-    ----------
-    defaults : collection of str
-        Inputs whose initializers are defaults (`default_inputs`).
-    shapes : Shapes or None
-        ``{"input": [1, 128]}`` sets an input's shape (None keeps the model's dimension, a string names a symbolic one).
-        ``{"batch": 1}`` sets a named dimension wherever it occurs, and ``{"total": "past + seq"}`` sets it to an
-        expression of other dimensions. ``{"list": [[2], [3]]}`` sets the shape of each tensor of a sequence.
-        ``{"extra": None}`` declares an optional input to be empty.
-
-    Returns
-    -------
-    inputs : dict of str to relax.Var
-        ONNX name -> variable of that name, as far as TVMScript can parse it. Dimensions of one name share one symbolic
-        variable; nameless ones get their own, ``<input>_d<axis>``. A sequence is a tuple; empty optionals are omitted.
-
-    Raises
-    ------
-    FrontendError
-        If an input is a sequence of unknown length or of another type, or `shapes` names an input or a dimension that
-        the model lacks, or contradicts the model or itself; or a default has another type.
+    Returns the variable of each ONNX name, which has that name as far as TVMScript can parse it. Dimensions of one name
+    share one symbolic variable; nameless ones get their own, ``<input>_d<axis>``. A sequence is a tuple; empty
+    optionals are omitted. Raises FrontendError if an input is a sequence of unknown length or of another type, or
+    `shapes` names an input or a dimension that the model lacks, or contradicts the model or itself; or a default has
+    another type.
     """
     if shapes is not None and not isinstance(shapes, Mapping):
         raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")

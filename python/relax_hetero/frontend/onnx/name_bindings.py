@@ -21,20 +21,16 @@ from .node_names import NodeInfo, variable_name
 DeviceOf = Callable[[NodeInfo], "tvm.relax.VDevice"]
 
 
-def build_function(imported: ImportedGraph, device_of: DeviceOf | None = None) -> relax.Function:
+def build_function(
+    imported: ImportedGraph,
+    # NodeInfo -> VDevice. If given, the types of a node's bindings carry its device, which RealizeVDevice treats as
+    # fixed; parameters stay free.
+    device_of: DeviceOf | None = None,
+) -> relax.Function:
     """The Relax function of an imported graph.
 
-    Parameters
-    ----------
-    device_of : DeviceOf, optional
-        NodeInfo -> VDevice. If given, the types of a node's bindings carry its device, which RealizeVDevice treats as
-        fixed; parameters stay free.
-
-    Returns
-    -------
-    relax.Function
-        The first output of a node has the node's name, its other bindings have that name and a number. All bindings
-        except `If` and match_cast are in dataflow blocks.
+    The first output of a node has the node's name, its other bindings have that name and a number. All bindings
+    except `If` and match_cast are in dataflow blocks.
     """
     return _FunctionBuilder(imported, device_of).function()
 
@@ -214,14 +210,8 @@ def annotated_function(
 ) -> relax.Function:
     """Copy a function with devices in the types of its bindings; names and blocks are kept.
 
-    Parameters
-    ----------
-    graph : ImportedGraph
-        The function's bindings and their nodes.
-    devices : mapping of NodeInfo to tvm.relax.VDevice
-        Devices of nodes; they replace devices in types.
-    default : tvm.relax.VDevice or None
-        Device of all other bindings whose types lack one, if any.
+    `graph`: the function's bindings and their nodes; `devices`: devices of nodes, they replace devices in types;
+    `default`: device of all other bindings whose types lack one, if any.
     """
     return _DeviceAnnotator(graph, devices, default).annotated(func)
 
@@ -230,10 +220,7 @@ class _DeviceAnnotator(_FunctionBuilder):
     """Copies an existing function with other devices."""
 
     def __init__(
-        self,
-        graph: ImportedGraph,
-        devices: Mapping[NodeInfo, tvm.relax.VDevice],
-        default: tvm.relax.VDevice | None,
+        self, graph: ImportedGraph, devices: Mapping[NodeInfo, tvm.relax.VDevice], default: tvm.relax.VDevice | None
     ) -> None:
         super().__init__(graph, None)
         self._devices = devices

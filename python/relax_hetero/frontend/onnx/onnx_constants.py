@@ -37,13 +37,7 @@ _PACKED_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2
 
 
 class Tensors:
-    """Reads the tensors of one model.
-
-    Parameters
-    ----------
-    external : ExternalData
-        The files of its external data.
-    """
+    """Reads the tensors of one model. `external`: the files of its external data."""
 
     def __init__(self, external: ExternalData) -> None:
         self._external = external
@@ -51,10 +45,8 @@ class Tensors:
     def value(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
         """The array of a tensor in a dtype that TVM has; a mapping of the file if its data is external.
 
-        Raises
-        ------
-        FrontendError
-            If the dtype is another one, or the data does not fit the shape; the text begins with `what`.
+        Raises FrontendError if the dtype is another one, or the data does not fit the shape; the text begins with
+        `what`.
         """
         dtype_name(tensor.data_type, what)
         if any(dim < 0 for dim in tensor.dims):
@@ -85,10 +77,7 @@ class Tensors:
     def sparse(self, sparse: onnx.SparseTensorProto) -> np.ndarray:
         """The dense array of a sparse tensor: indices are flat, or one row of coordinates per value.
 
-        Raises
-        ------
-        FrontendError
-            More elements than the import may compute, or indices that do not fit.
+        Raises FrontendError for more elements than the import may compute, or indices that do not fit.
         """
         what = f"sparse tensor {sparse.values.name!r}"
         values, indices = self.value(sparse.values, what), self.value(sparse.indices, f"the indices of {what}")
@@ -117,10 +106,7 @@ class Tensors:
     def constant(self, node: onnx.NodeProto) -> np.ndarray:
         """The value of a `Constant` node, whichever attribute carries it.
 
-        Raises
-        ------
-        FrontendError
-            If it is a string, or nothing.
+        Raises FrontendError if it is a string, or nothing.
         """
         for attribute in node.attribute:
             if attribute.name == "value" and attribute.HasField("t"):
@@ -135,13 +121,7 @@ class Tensors:
         raise FrontendError(f"Constant {_first_output(node)} has {names}; TVM has no tensors of strings")
 
     def initializers(self, graph: onnx.GraphProto) -> Iterator[tuple[str, np.ndarray]]:
-        """The weights of a graph.
-
-        Raises
-        ------
-        FrontendError
-            See `value`.
-        """
+        """The weights of a graph. Raises FrontendError as `value` does."""
         for tensor in graph.initializer:
             array = self.value(tensor, f"initializer {tensor.name!r}")
             if is_external(tensor) and not _is_shareable(array):
@@ -158,10 +138,7 @@ def _first_output(node: onnx.NodeProto) -> str:
 def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
     """Relax constant of an array, without a copy if the array is a suitable mapping of a file.
 
-    Raises
-    ------
-    FrontendError
-        If TVM has no tensors of its dtype.
+    Raises FrontendError if TVM has no tensors of its dtype.
     """
     try:
         if str(array.dtype) in _PACKED_BITS:
@@ -189,15 +166,8 @@ def _address(array: np.ndarray) -> int:
 def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: int) -> list[tvm.ir.GenericConst] | None:
     """The outputs of a node with constant operands, or None if it is computed at run time.
 
-    Parameters
-    ----------
-    operands : list of np.ndarray or None
-        One per input; None for an omitted optional input.
-
-    Raises
-    ------
-    FrontendError
-        If a `ConstantOfShape` has more bytes than the import may compute.
+    `operands`: one per input; None for an omitted optional input. Raises FrontendError if a `ConstantOfShape` has more
+    bytes than the import may compute.
     """
     if node.op_type not in FOLDED_OPS or node.domain not in STANDARD_DOMAINS or not all(node.output):
         return None

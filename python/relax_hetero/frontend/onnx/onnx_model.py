@@ -27,22 +27,10 @@ from .onnx_constants import Tensors
 def in_order(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     """Sort the nodes of graphs, subgraphs and functions topologically.
 
-    ONNX requires that order, but ONNX Runtime takes any order without cycles.
-
-    Parameters
-    ----------
-    proto : onnx.ModelProto
-        A model that passed `check_model.check_form`; it is not changed.
-
-    Returns
-    -------
-    onnx.ModelProto
-        The model itself if it is in order, else a copy. Independent nodes keep their order.
-
-    Raises
-    ------
-    FrontendError
-        If a value that a node reads has no producer, or nodes form a cycle; names the nodes.
+    ONNX requires that order, but ONNX Runtime takes any order without cycles. `proto`: a model that passed
+    `check_model.check_form`, it is not changed. Returns the model itself if it is in order, else a copy. Independent
+    nodes keep their order. Raises FrontendError if a value that a node reads has no producer, or nodes form a cycle;
+    names the nodes.
     """
     if not _NodeOrder(proto, source).unsorted:
         return proto
@@ -58,10 +46,7 @@ def in_order(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
 class _NodeOrder:
     """Orders of the node lists of a model.
 
-    Attributes
-    ----------
-    unsorted : list of (object, list of int)
-        Each list that is out of order, and the sorted indices of its nodes; inner lists first.
+    `unsorted`: each list that is out of order, and the sorted indices of its nodes, inner lists first.
     """
 
     def __init__(self, proto: onnx.ModelProto, source: str) -> None:
@@ -175,18 +160,9 @@ class OnnxModel:
 def load_model(model: ModelSource, limits: ImportLimits | None = None) -> OnnxModel:
     """Read and check a model.
 
-    Parameters
-    ----------
-    model : ModelSource
-        A file, with external data in its folder; the bytes of a file; or a model in memory that contains its data.
-    limits : ImportLimits, optional
-        Limits of the import.
-
-    Raises
-    ------
-    FrontendError
-        If the file (or one with external data) is missing or not an ONNX model, or the model is not valid or exceeds
-        `limits`.
+    `model`: a file, with external data in its folder, the bytes of a file, or a model in memory that contains its data;
+    `limits`: limits of the import. Raises FrontendError if the file (or one with external data) is missing or not an
+    ONNX model, or the model is not valid or exceeds `limits`.
     """
     limits = ImportLimits() if limits is None else limits
     if not isinstance(limits, ImportLimits):
@@ -243,10 +219,7 @@ def opset_in(imports: Iterable[onnx.OperatorSetIdProto]) -> int:
 def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, int]:
     """Read a model without checks; return it with its name for messages, its file and its number of bytes.
 
-    Raises
-    ------
-    FrontendError
-        If the file is missing, special, or not an ONNX model.
+    Raises FrontendError if the file is missing, special, or not an ONNX model.
     """
     if isinstance(model, onnx.ModelProto):
         return model, "the model", None, _bytes_in_memory(model)

@@ -27,31 +27,16 @@ _WITHOUT_WILDCARD = re.compile(rf"(?:[^*?\[]|{_BRACKETED_CHARACTER.pattern})*")
 
 
 def assign_devices(
-    nodes: list[NodeInfo], rules: PlacementRules, vdevices: list[tvm.relax.VDevice]
+    nodes: list[NodeInfo],  # including those nested in subgraphs and function bodies
+    # Case-sensitive globs with ``*`` (crosses slashes), ``?`` and ``[…]``. A pattern matches a node's name or op type,
+    # or those of an enclosing call of a model's function. A name that contains ``[`` matches itself.
+    rules: PlacementRules,
+    vdevices: list[tvm.relax.VDevice],  # devices among which device strings are looked up
 ) -> dict[str, tvm.relax.VDevice]:
     """Assign each node the device of the first rule that matches it, or the default device.
 
-    Parameters
-    ----------
-    nodes : list of NodeInfo
-        Nodes, including those nested in subgraphs and function bodies.
-    rules : PlacementRules
-        Case-sensitive globs with ``*`` (crosses slashes), ``?`` and ``[…]``. A pattern matches a node's name or op
-        type, or those of an enclosing call of a model's function. A name that contains ``[`` matches itself.
-    vdevices : list of tvm.relax.VDevice
-        Vdevices among which device strings are looked up.
-
-    Returns
-    -------
-    dict of str to tvm.relax.VDevice
-        Unique node name -> vdevice.
-
-    Raises
-    ------
-    FrontendError
-        If a pattern matches no node, or the rules are not pairs of a pattern and a device.
-    VDeviceError
-        If a device is not among `vdevices`.
+    Returns the device of each node by its name. Raises FrontendError if a pattern matches no node, or the rules are not
+    pairs of a pattern and a device, and VDeviceError if a device is not among `vdevices`.
     """
     pairs = [(pattern, lookup(device, vdevices)) for pattern, device in rule_pairs(rules)]
     patterns = Patterns(pattern for pattern, _ in pairs)

@@ -26,10 +26,7 @@ def find_converter(domain: str, op_type: str) -> Converter | None:
 def check_supported(nodes: list[NodeInfo], model: OnnxModel, functions: FunctionTable) -> None:
     """Refuse a model with nodes that cannot be imported.
 
-    Raises
-    ------
-    FrontendError
-        Lists every such node with its op type, domain and opset.
+    Raises FrontendError, which lists every such node with its op type, domain and opset.
     """
     missing = [node for node in walk_nodes(nodes) if not has_converter(node, functions)]
     if missing:

@@ -33,12 +33,8 @@ def known_types(proto: onnx.ModelProto, inputs: Mapping[str, relax.Var]) -> dict
     """The types of values in the main graph that the model states or ONNX infers.
 
     Inference runs on a copy without large weights, which become inputs: it needs their shapes only, and a model of many
-    gigabytes must not be serialized.
-
-    Parameters
-    ----------
-    inputs : mapping of str to relax.Var
-        ONNX name -> parameter, which may have sizes that the model leaves unknown.
+    gigabytes must not be serialized. `inputs`: ONNX name -> parameter, which may have sizes that the model leaves
+    unknown.
     """
     light = _without_weights(proto, inputs)
     try:
@@ -144,15 +140,7 @@ class Survey:
 
 
 def survey_nodes(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var]) -> Survey:
-    """Import a graph as far as it goes.
-
-    Parameters
-    ----------
-    nodes : list of NodeInfo
-        The names of its nodes, in order.
-    inputs : mapping of str to relax.Var
-        ONNX name -> parameter.
-    """
+    """Import a graph as far as it goes. `nodes`: the names of its nodes, in order; `inputs`: ONNX name -> parameter."""
     types = known_types(model.proto, inputs)
     survey = Survey()
 

@@ -64,10 +64,7 @@ class DecoderPlan:
 def plan_decoder(model: OnnxModel) -> DecoderPlan:
     """Find the nodes of a decoder's functions.
 
-    Raises
-    ------
-    FrontendError
-        If the model lacks such attention, or the logits depend on the cache or a mask in another way.
+    Raises FrontendError if the model lacks such attention, or the logits depend on the cache or a mask in another way.
     """
     graph, source = model.proto.graph, model.source
     producers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
@@ -391,10 +388,8 @@ class CachedImporter(GraphImporter):
 def decoder_module(model: OnnxModel, nodes: list[NodeInfo], cache: PagedCache) -> tvm.IRModule:
     """Build all functions of a decoder, without placement.
 
-    Raises
-    ------
-    FrontendError
-        If the model is not a decoder with a cache that pages can replace, or a node cannot be imported.
+    Raises FrontendError if the model is not a decoder with a cache that pages can replace, or a node cannot be
+    imported.
     """
     check_supported(nodes, model, function_table(model.proto))
     plan = plan_decoder(model)

@@ -20,8 +20,8 @@ def prelu(node: Node) -> relax.Expr:
     if node.opset < 7 and node.rank(slope) == 1 and rank > 2 and node.shape(slope) != [1]:
         slope = node.per_channel(slope, rank)
     data, slope = stretched(node, [data, slope])
-    is_negative = relax.op.less(data, const(0, dtype_of(data)))
-    return node.emit(relax.op.where(is_negative, relax.op.multiply(data, slope), data))
+    is_negative = data < const(0, dtype_of(data))
+    return node.emit(relax.op.where(is_negative, data * slope, data))
 
 
 @converts("LeakyRelu")
@@ -29,8 +29,8 @@ def leaky_relu(node: Node) -> relax.Expr:
     """x where x >= 0, else alpha * x."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    scaled = node.emit(relax.op.multiply(data, const(node.attribute("alpha", 0.01), dtype)))
-    return node.emit(relax.op.where(relax.op.less(data, const(0, dtype)), scaled, data))
+    scaled = node.emit(data * const(node.attribute("alpha", 0.01), dtype))
+    return node.emit(relax.op.where(data < const(0, dtype), scaled, data))
 
 
 def _exponential_unit(node: Node, data: relax.Expr, alpha: float, inverse: float = 1.0) -> relax.Expr:
@@ -39,10 +39,10 @@ def _exponential_unit(node: Node, data: relax.Expr, alpha: float, inverse: float
     # exp of the negative part only, so that a large x does not overflow in the unused branch
     below = node.emit(relax.op.minimum(data, const(0, dtype)))
     if inverse != 1.0:
-        below = node.emit(relax.op.divide(below, const(inverse, dtype)))
-    expm1 = node.emit(relax.op.subtract(relax.op.exp(below), const(1, dtype)))
-    scaled = node.emit(relax.op.multiply(const(alpha, dtype), expm1))
-    return node.emit(relax.op.where(relax.op.greater(data, const(0, dtype)), data, scaled))
+        below = node.emit(below / const(inverse, dtype))
+    expm1 = node.emit(relax.op.exp(below) - const(1, dtype))
+    scaled = node.emit(const(alpha, dtype) * expm1)
+    return node.emit(relax.op.where(data > const(0, dtype), data, scaled))
 
 
 @converts("Elu")
@@ -65,7 +65,7 @@ def selu(node: Node) -> relax.Expr:
     alpha = node.attribute("alpha", 1.67326319217681884765625)
     gamma = node.attribute("gamma", 1.05070102214813232421875)
     unit = _exponential_unit(node, data, alpha)
-    return node.emit(relax.op.multiply(const(gamma, dtype_of(data)), unit))
+    return node.emit(const(gamma, dtype_of(data)) * unit)
 
 
 @converts("ThresholdedRelu")
@@ -73,7 +73,7 @@ def thresholded_relu(node: Node) -> relax.Expr:
     """x where x > alpha, else 0."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    above = relax.op.greater(data, const(node.attribute("alpha", 1.0), dtype))
+    above = data > const(node.attribute("alpha", 1.0), dtype)
     return node.emit(relax.op.where(above, data, const(0, dtype)))
 
 
@@ -82,8 +82,8 @@ def hard_sigmoid(node: Node) -> relax.Expr:
     """max(0, min(1, alpha * x + beta))."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    scaled = relax.op.multiply(const(node.attribute("alpha", 0.2), dtype), data)
-    return node.emit(relax.op.clip(relax.op.add(scaled, const(node.attribute("beta", 0.5), dtype)), 0, 1))
+    scaled = const(node.attribute("alpha", 0.2), dtype) * data
+    return node.emit(relax.op.clip(scaled + const(node.attribute("beta", 0.5), dtype), 0, 1))
 
 
 _FUNCTIONS = {function.onnx: name for name, function in FUNCTIONS.items() if function.onnx}
@@ -102,13 +102,13 @@ def softplus(node: Node) -> relax.Expr:
     wide = widened(node, data)
     compute = dtype_of(wide)
     one = const(1, compute)
-    small = node.emit(relax.op.exp(relax.op.negative(relax.op.abs(wide))))
-    one_plus_small = node.emit(relax.op.add(small, one))
+    small = node.emit(relax.op.exp(-relax.op.abs(wide)))
+    one_plus_small = node.emit(small + one)
     # log(1 + e) * e / ((1 + e) - 1): the rounding of 1 + e cancels out (Kahan); if 1 + e is 1, the result is e.
-    excess = node.emit(relax.op.subtract(one_plus_small, one))
+    excess = node.emit(one_plus_small - one)
     is_absorbed = node.emit(relax.op.equal(excess, const(0, compute)))
     divisor = node.emit(relax.op.where(is_absorbed, one, excess))
-    ratio = node.emit(relax.op.divide(small, divisor))
-    logarithm = node.emit(relax.op.multiply(relax.op.log(one_plus_small), ratio))
+    ratio = node.emit(small / divisor)
+    logarithm = node.emit(relax.op.log(one_plus_small) * ratio)
     tail = node.emit(relax.op.where(is_absorbed, small, logarithm))
-    return cast(node, node.emit(relax.op.add(relax.op.maximum(wide, const(0, compute)), tail)), dtype_of(data))
+    return cast(node, node.emit(relax.op.maximum(wide, const(0, compute)) + tail), dtype_of(data))

@@ -45,7 +45,7 @@ def matmul_nbits(node: Node) -> relax.Expr:
     weight = _dequantize(node, data, scales, zeros, depth, block, bits, activation_bits)
     product = node.emit(relax.op.matmul(cast(node, a, "float32"), relax.op.permute_dims(weight, [1, 0])))
     if node.has(5):
-        product = node.emit(relax.op.add(product, cast(node, node.tensor(5), "float32")))
+        product = node.emit(product + cast(node, node.tensor(5), "float32"))
     return cast(node, product, dtype_of(a))
 
 

@@ -117,7 +117,7 @@ def with_bias(node: Node, result: relax.Expr, index: int) -> relax.Expr:
     if not node.has(index):
         return result
     bias = require_shape(node, node.tensor(index), [node.shape(result)[1]], "its bias")
-    return node.emit(relax.op.add(result, node.per_channel(bias, node.rank(result))))
+    return node.emit(result + node.per_channel(bias, node.rank(result)))
 
 
 @converts("Conv")

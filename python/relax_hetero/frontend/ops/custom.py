@@ -35,13 +35,7 @@ class CustomOp:
     infer: Infer | None  # types of a numpy function's results; None for a converter
 
     def convert(self, node: Node) -> relax.Expr:
-        """The outputs of a node.
-
-        Raises
-        ------
-        FrontendError
-            If the function returns something else, or too few outputs.
-        """
+        """The outputs of a node. Raises FrontendError if the function returns something else, or too few outputs."""
         value = self.function(node) if self.infer is None else _call_numpy(node, self)
         if isinstance(value, (list, tuple)):
             value = relax.Tuple(list(value))
@@ -64,12 +58,7 @@ _ops: dict[tuple[str, str], dict[int, CustomOp]] = {}
 def custom_op(domain: str, op_type: str, version: int | None, what: str) -> CustomOp | None:
     """The registered op for a version of the domain (None: the newest); None if nothing is registered.
 
-    Messages begin with `what`.
-
-    Raises
-    ------
-    FrontendError
-        If all registered ones are for later versions.
+    Messages begin with `what`. Raises FrontendError if all registered ones are for later versions.
     """
     by_version = _ops.get(_key(domain, op_type), {})
     fitting = [since for since in by_version if version is None or since <= version]

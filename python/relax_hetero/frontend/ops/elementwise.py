@@ -53,10 +53,10 @@ def mod(node: Node) -> relax.Expr:
     if node.attribute("fmod", 0):
         return remainder
     zero = const(0, dtype)
-    is_below = relax.op.logical_and(relax.op.less(remainder, zero), relax.op.greater(b, zero))
-    is_above = relax.op.logical_and(relax.op.greater(remainder, zero), relax.op.less(b, zero))
+    is_below = relax.op.logical_and(remainder < zero, b > zero)
+    is_above = relax.op.logical_and(remainder > zero, b < zero)
     differs = node.emit(relax.op.logical_or(is_below, is_above))
-    return node.emit(relax.op.where(differs, relax.op.add(remainder, b), remainder))
+    return node.emit(relax.op.where(differs, remainder + b, remainder))
 
 
 @converts("BitShift")
@@ -66,9 +66,9 @@ def bit_shift(node: Node) -> relax.Expr:
     dtype = dtype_of(data)
     left = node.attribute("direction") == "LEFT"
     width = bits_of(dtype)
-    is_far = node.emit(relax.op.greater_equal(amount, const(width, dtype)))
+    is_far = node.emit(amount >= const(width, dtype))
     if not dtype.startswith("uint"):
-        is_far = node.emit(relax.op.logical_or(is_far, relax.op.less(amount, const(0, dtype))))
+        is_far = node.emit(relax.op.logical_or(is_far, amount < const(0, dtype)))
     clamped_amount = node.emit(relax.op.where(is_far, const(0, dtype), amount))
     shifted = node.emit((relax.op.left_shift if left else relax.op.right_shift)(data, clamped_amount))
     overflow = const(0, dtype)
@@ -103,11 +103,11 @@ def power(node: Node) -> relax.Expr:
     dtype, exponent_type = dtype_of(base), dtype_of(exponent)
     constant = node.constant(1)
     if constant is not None and constant.ndim == 0 and float(constant) == 2.0:
-        return node.emit(relax.op.multiply(base, base))
+        return node.emit(base * base)
     if dtype in ("float32", "float64") and dtype == exponent_type:
-        return node.emit(relax.op.power(base, exponent))
+        return node.emit(base**exponent)
     compute = "float32" if dtype in ("float16", "float32", "bfloat16") and is_float(exponent_type) else "float64"
-    result = node.emit(relax.op.power(cast(node, base, compute), cast(node, exponent, compute)))
+    result = node.emit(cast(node, base, compute) ** cast(node, exponent, compute))
     if not is_float(dtype) and not is_float(exponent_type):
         result = node.emit(relax.op.round(result))  # corrects rounding errors of pow
     return cast(node, result, dtype)
@@ -142,7 +142,7 @@ def variadic(node: Node) -> relax.Expr:
         result = node.emit(operation(result, node.tensor(index)))
     if node.op_type != "Mean":
         return result
-    return node.emit(relax.op.divide(result, const(len(node.inputs), dtype_of(result))))
+    return node.emit(result / const(len(node.inputs), dtype_of(result)))
 
 
 @converts("Div")
@@ -151,7 +151,7 @@ def divide(node: Node) -> relax.Expr:
     constant = node.constant(1)
     if constant is not None and constant.dtype.kind in "iu" and np.any(constant == 0):
         raise node.refusal("divides integers by a constant 0")
-    return node.emit(relax.op.divide(node.tensor(0), node.tensor(1)))
+    return node.emit(node.tensor(0) / node.tensor(1))
 
 
 _FLOAT32_FUNCTIONS = {
@@ -193,10 +193,10 @@ def dropout(node: Node) -> relax.Expr:
     ratio = node.tensor(1) if node.has(1) else const(0.5, dtype_of(data))
     node.check_constant_size(*node.static_shape(data))
     random = np.random.RandomState(node.attribute("seed")).uniform(0, 1.0, node.static_shape(data))
-    drops = node.emit(relax.op.less(const(random, "float64"), cast(node, ratio, "float64")))
+    drops = node.emit(const(random, "float64") < cast(node, ratio, "float64"))
     mask = node.emit(relax.op.logical_not(relax.op.logical_and(drops, training)))
-    keep_fraction = node.emit(relax.op.subtract(const(1, dtype_of(ratio)), ratio))
+    keep_fraction = node.emit(const(1, dtype_of(ratio)) - ratio)
     scale = node.emit(relax.op.where(training, keep_fraction, const(1, dtype_of(ratio))))
-    scaled = node.emit(relax.op.divide(data, cast(node, scale, dtype_of(data))))
+    scaled = node.emit(data / cast(node, scale, dtype_of(data)))
     result = node.emit(relax.op.where(mask, scaled, const(0, dtype_of(data))))
     return node.outputs([result, mask])

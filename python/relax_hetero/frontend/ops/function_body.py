@@ -27,10 +27,7 @@ def has_body(op_type: str, opset: int) -> bool:
 def expand(node: Node, convert: ConvertNode) -> relax.Expr:
     """Convert every node of the body with `convert` and return the outer node's outputs.
 
-    Raises
-    ------
-    FrontendError
-        If the body needs something that cannot be converted.
+    Raises FrontendError if the body needs something that cannot be converted.
     """
     body = _body(node)
     opset = next((entry.version for entry in body.opset_import if entry.domain in ("", "ai.onnx")), node.opset)

@@ -24,22 +24,15 @@ def from_front(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Exp
     if dtype_of(indices).startswith("uint"):
         return indices
     extent = cast(node, extent, dtype_of(indices))
-    is_negative = node.emit(relax.op.less(indices, const(0, dtype_of(indices))))
-    return node.emit(relax.op.where(is_negative, relax.op.add(indices, extent), indices))
+    is_negative = node.emit(indices < const(0, dtype_of(indices)))
+    return node.emit(relax.op.where(is_negative, indices + extent, indices))
 
 
 def _normalized(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> relax.Expr:
     """Check constant indices and make them non-negative; CheckValues handles others at run time.
 
-    Parameters
-    ----------
-    sizes : sequence
-        Extent of the axis of each coordinate along the last axis, or of a single axis; None if unknown.
-
-    Raises
-    ------
-    FrontendError
-        If a constant index is out of range.
+    `sizes`: extent of the axis of each coordinate along the last axis, or of a single axis; None if unknown. Raises
+    FrontendError if a constant index is out of range.
     """
     constant = as_constant(indices)
     if constant is None or constant.size == 0 or not all(isinstance(size, int) for size in sizes):

@@ -167,7 +167,7 @@ def _pad_at_run_time(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
         return node.emit(relax.op.scatter_elements(zeros, const(axes, "int64"), part, 0))
 
     before, after = scatter_to_rank(0), scatter_to_rank(len(axes))
-    total = node.emit(relax.op.add(sizes_of(node, data), relax.op.add(before, after)))
+    total = node.emit(sizes_of(node, data) + (before + after))
     padded = dims_at_run_time(node, total, "padded_dim")
     sizes = [
         dim if isinstance(pad, int) and isinstance(last_pad, int) and pad == last_pad == 0 else size
@@ -361,7 +361,7 @@ def max_unpool(node: Node) -> relax.Expr:
     flat = node.filled([elements], 0, dtype_of(data))
     flat_indices = cast(node, indices, "int64")
     # Negative indices are invalid, but a scatter would count them from the end.
-    is_negative = relax.op.less(flat_indices, const(0, "int64"))
+    is_negative = flat_indices < const(0, "int64")
     flat_indices = node.emit(relax.op.where(is_negative, const(elements, "int64"), flat_indices))
     scattered = relax.op.scatter_elements(flat, relax.op.reshape(flat_indices, (-1,)), relax.op.reshape(data, (-1,)), 0)
     result = node.emit(relax.op.reshape(scattered, [*shape[:2], *default_sizes]))

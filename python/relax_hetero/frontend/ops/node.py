@@ -61,10 +61,7 @@ class Node:
     def check_constant_size(self, *extents: int, itemsize: int = 8) -> None:
         """Refuse to compute a constant of this shape at import if it exceeds the budget.
 
-        Raises
-        ------
-        FrontendError
-            With the node and the limit.
+        Raises FrontendError with the node and the limit.
         """
         budget().check_bytes(3 * itemsize * math.prod(abs(int(extent)) for extent in extents), self.title)
 
@@ -79,10 +76,7 @@ class Node:
     def tensor(self, index: int) -> relax.Expr:
         """Input `index` as a normalized tensor expression.
 
-        Raises
-        ------
-        FrontendError
-            If the input is absent, a sequence or an optional.
+        Raises FrontendError if the input is absent, a sequence or an optional.
         """
         if not self.has(index):
             raise self.refusal(f"input {index} is missing")
@@ -172,25 +166,15 @@ class Node:
         return self.builder.emit_te(compute, *inputs, primfunc_name_hint=name, primfunc_attrs=attributes)
 
     def call_tir(
-        self, func: tirx.PrimFunc, *inputs: relax.Expr, out: relax.TensorType | Sequence[relax.TensorType]
+        self,
+        func: tirx.PrimFunc,  # kernel; equal ones become one
+        *inputs: relax.Expr,  # tensors, in the order of its parameters
+        out: relax.TensorType | Sequence[relax.TensorType],  # types of its outputs; several make a tuple
     ) -> relax.Var:
         """Bind the result of a PrimFunc, whose last parameters are its outputs.
 
-        Loops without a schedule are compiled for the node's device.
-
-        Parameters
-        ----------
-        func : tirx.PrimFunc
-            Kernel. Equal ones become one.
-        *inputs : relax.Expr
-            Tensors, in the order of its parameters.
-        out : relax.TensorType or sequence of relax.TensorType
-            Types of its outputs; several make a tuple.
-
-        Raises
-        ------
-        FrontendError
-            If a tensor does not fit its parameter.
+        Loops without a schedule are compiled for the node's device. Raises FrontendError if a tensor does not fit its
+        parameter.
         """
         types = [out] if isinstance(out, relax.TensorType) else list(out)
         func = self._with_sizes(func, [*(value.ty for value in inputs), *types])
@@ -255,26 +239,14 @@ class Node:
         return self.emit(relax.op.broadcast_to(const(value, dtype), relax.ShapeExpr(list(dims))))
 
     def shape(self, value: relax.Expr) -> list[Dim]:
-        """Dimensions of a tensor.
-
-        Raises
-        ------
-        FrontendError
-            If the shape is unknown.
-        """
+        """Dimensions of a tensor. Raises FrontendError if the shape is unknown."""
         shape = value.ty.shape
         if shape is None or not isinstance(shape, relax.ShapeExpr):
             raise self.refusal("the shape of its input is unknown; give it with shapes=")
         return [as_dim(dim) for dim in shape.values]
 
     def static_shape(self, value: relax.Expr) -> list[int]:
-        """Dimensions of a tensor, all of them integers.
-
-        Raises
-        ------
-        FrontendError
-            If one of them is symbolic or unknown.
-        """
+        """Dimensions of a tensor, all of them integers. Raises FrontendError if one of them is symbolic or unknown."""
         dims = self.shape(value)
         integers = [dim for dim in dims if isinstance(dim, int)]
         if len(integers) != len(dims):
@@ -282,25 +254,13 @@ class Node:
         return integers
 
     def rank(self, value: relax.Expr) -> int:
-        """Number of dimensions of a tensor.
-
-        Raises
-        ------
-        FrontendError
-            If it is unknown.
-        """
+        """Number of dimensions of a tensor. Raises FrontendError if it is unknown."""
         if value.ty.ndim < 0:
             raise self.refusal("the rank of its input is unknown; give its shape with shapes=")
         return int(value.ty.ndim)
 
     def axis(self, axis: int, rank: int) -> int:
-        """Non-negative index of an axis.
-
-        Raises
-        ------
-        FrontendError
-            If it is out of [-rank, rank).
-        """
+        """Non-negative index of an axis. Raises FrontendError if it is out of [-rank, rank)."""
         if not -rank <= axis < rank:
             raise self.refusal(f"axis {axis} is out of range for rank {rank}")
         return axis % rank if rank else 0

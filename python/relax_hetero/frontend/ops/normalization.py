@@ -22,10 +22,10 @@ def softmax(node: Node) -> relax.Expr:
     if dtype not in HALF or node.opset < 13:
         return convert_by_stock(node)
     axis = [node.axis(node.attribute("axis", -1), node.rank(data))]
-    shifted = node.emit(relax.op.subtract(data, largest_along(node, data, axis)))
+    shifted = node.emit(data - largest_along(node, data, axis))
     exponentials = node.emit(relax.op.exp(shifted))
     total = node.emit(relax.op.sum(cast(node, exponentials, "float32"), axis, keepdims=True))
-    return node.emit(relax.op.divide(exponentials, cast(node, total, dtype)))
+    return node.emit(exponentials / cast(node, total, dtype))
 
 
 @converts("Hardmax")
@@ -53,14 +53,14 @@ def hardmax(node: Node) -> relax.Expr:
 def _moments(node: Node, data: relax.Expr, axes: list[int]) -> tuple[relax.Expr, relax.Expr, relax.Expr]:
     """Mean, centred data and population variance over `axes`, which are kept."""
     mean = node.emit(relax.op.mean(data, axes, keepdims=True))
-    centred = node.emit(relax.op.subtract(data, mean))
-    variance = node.emit(relax.op.mean(relax.op.multiply(centred, centred), axes, keepdims=True))
+    centred = node.emit(data - mean)
+    variance = node.emit(relax.op.mean(centred * centred, axes, keepdims=True))
     return mean, centred, variance
 
 
 def _inverse_deviation(node: Node, variance: relax.Expr, epsilon: float) -> relax.Expr:
-    stable = node.emit(relax.op.add(variance, const(epsilon, dtype_of(variance))))
-    return node.emit(relax.op.divide(const(1, dtype_of(variance)), relax.op.sqrt(stable)))
+    stable = node.emit(variance + const(epsilon, dtype_of(variance)))
+    return node.emit(const(1, dtype_of(variance)) / relax.op.sqrt(stable))
 
 
 @converts("LayerNormalization")
@@ -80,9 +80,9 @@ def layer_normalization(node: Node) -> relax.Expr:
         return node.emit(relax.op.nn.layer_norm(data, scale, shift, axes, epsilon))
     mean, centred, variance = _moments(node, widened(node, data), axes)
     inverse = _inverse_deviation(node, variance, epsilon)
-    result = node.emit(relax.op.multiply(cast(node, node.emit(relax.op.multiply(centred, inverse)), dtype), scale))
+    result = node.emit(cast(node, node.emit(centred * inverse), dtype) * scale)
     if bias is not None:
-        result = node.emit(relax.op.add(result, bias))
+        result = node.emit(result + bias)
     return node.outputs([result, mean, inverse])
 
 
@@ -105,10 +105,10 @@ def rms_normalization(node: Node) -> relax.Expr:
     scale = _affine(node, node.tensor(1), data, axes[0], "its scale")
     data = with_sizes_of(node, data, scale, axes[0]) if node.rank(scale) == len(axes) else data
     wide = widened(node, data)
-    square = node.emit(relax.op.mean(relax.op.multiply(wide, wide), axes, keepdims=True))
+    square = node.emit(relax.op.mean(wide * wide, axes, keepdims=True))
     inverse = _inverse_deviation(node, square, node.attribute("epsilon", 1e-5))
-    normal = cast(node, node.emit(relax.op.multiply(wide, inverse)), dtype_of(data))
-    return node.emit(relax.op.multiply(normal, scale))
+    normal = cast(node, node.emit(wide * inverse), dtype_of(data))
+    return node.emit(normal * scale)
 
 
 @converts("GroupNormalization")
@@ -122,16 +122,16 @@ def group_normalization(node: Node) -> relax.Expr:
     grouped = node.emit(relax.op.reshape(widened(node, data), [dims[0], groups, channels // groups, *dims[2:]]))
     _, centred, variance = _moments(node, grouped, list(range(2, len(dims) + 1)))
     inverse = _inverse_deviation(node, variance, node.attribute("epsilon", 1e-5))
-    normal = cast(node, node.emit(relax.op.multiply(centred, inverse)), dtype_of(data))
+    normal = cast(node, node.emit(centred * inverse), dtype_of(data))
     length = groups if node.opset < 21 else channels
     vectors = [require_shape(node, node.tensor(i), [length], f"input {i}") for i in (1, 2)]
     if node.opset < 21:
         affine = [node.per_channel(vector, len(dims) + 1) for vector in vectors]
-        scaled = node.emit(relax.op.add(relax.op.multiply(normal, affine[0]), affine[1]))
+        scaled = node.emit(normal * affine[0] + affine[1])
         return node.emit(relax.op.reshape(scaled, dims))
     flat = node.emit(relax.op.reshape(normal, dims))
     affine = [node.per_channel(vector, len(dims)) for vector in vectors]
-    return node.emit(relax.op.add(relax.op.multiply(flat, affine[0]), affine[1]))
+    return node.emit(flat * affine[0] + affine[1])
 
 
 @converts("InstanceNormalization")
@@ -143,9 +143,9 @@ def instance_normalization(node: Node) -> relax.Expr:
     data = with_sizes_of(node, data, vectors[0], 1)
     _, centred, variance = _moments(node, widened(node, data), list(range(2, rank)))
     inverse = _inverse_deviation(node, variance, node.attribute("epsilon", 1e-5))
-    normal = cast(node, node.emit(relax.op.multiply(centred, inverse)), dtype)
-    scaled = node.emit(relax.op.multiply(normal, node.per_channel(vectors[0], rank)))
-    return node.emit(relax.op.add(scaled, node.per_channel(vectors[1], rank)))
+    normal = cast(node, node.emit(centred * inverse), dtype)
+    scaled = node.emit(normal * node.per_channel(vectors[0], rank))
+    return node.emit(scaled + node.per_channel(vectors[1], rank))
 
 
 @converts("BatchNormalization")
@@ -168,15 +168,15 @@ def batch_normalization(node: Node) -> relax.Expr:
     mean, centred, variance = _moments(node, widened(node, data), axes)
     inverse = _inverse_deviation(node, variance, node.attribute("epsilon", 1e-5))
     scale, shift = (node.per_channel(widened(node, node.tensor(i)), rank) for i in (1, 2))
-    scaled = node.emit(relax.op.multiply(relax.op.multiply(centred, inverse), scale))
-    outputs = [cast(node, node.emit(relax.op.add(scaled, shift)), dtype)]
+    scaled = node.emit(centred * inverse * scale)
+    outputs = [cast(node, node.emit(scaled + shift), dtype)]
     momentum = node.attribute("momentum", 0.9)
     for index, current in ((3, mean), (4, variance)):
         running = node.tensor(index)
-        weighted_running = node.emit(relax.op.multiply(widened(node, running), const(momentum, dtype_of(current))))
+        weighted_running = node.emit(widened(node, running) * const(momentum, dtype_of(current)))
         flat = relax.op.reshape(current, (-1,))
-        weighted_current = node.emit(relax.op.multiply(flat, const(1 - momentum, dtype_of(current))))
-        outputs.append(cast(node, node.emit(relax.op.add(weighted_running, weighted_current)), dtype_of(running)))
+        weighted_current = node.emit(flat * const(1 - momentum, dtype_of(current)))
+        outputs.append(cast(node, node.emit(weighted_running + weighted_current), dtype_of(running)))
     return node.outputs(outputs)
 
 
@@ -187,9 +187,9 @@ def _normalize_by_element(node: Node) -> relax.Expr:
     data = node.tensor(0)
     parts = [require_shape(node, node.tensor(i), node.shape(data)[1:], f"input {i}") for i in range(1, 5)]
     scale, shift, mean, variance = (widened(node, part) for part in parts)
-    factor = node.emit(relax.op.multiply(_inverse_deviation(node, variance, node.attribute("epsilon", 1e-5)), scale))
-    centred = node.emit(relax.op.subtract(widened(node, data), mean))
-    return cast(node, node.emit(relax.op.add(relax.op.multiply(centred, factor), shift)), dtype_of(data))
+    factor = node.emit(_inverse_deviation(node, variance, node.attribute("epsilon", 1e-5)) * scale)
+    centred = node.emit(widened(node, data) - mean)
+    return cast(node, node.emit(centred * factor + shift), dtype_of(data))
 
 
 @converts("MeanVarianceNormalization")
@@ -205,8 +205,8 @@ def mean_variance_normalization(node: Node) -> relax.Expr:
     _, centred, variance = _moments(node, widened(node, data), axes)
     if not node.attribute("normalize_variance", 1):
         return cast(node, centred, dtype_of(data))
-    stable = relax.op.add(relax.op.sqrt(variance), const(1e-9, dtype_of(variance)))
-    return cast(node, node.emit(relax.op.divide(centred, stable)), dtype_of(data))
+    stable = relax.op.sqrt(variance) + const(1e-9, dtype_of(variance))
+    return cast(node, node.emit(centred / stable), dtype_of(data))
 
 
 @converts("LpNormalization")
@@ -218,13 +218,13 @@ def lp_normalization(node: Node) -> relax.Expr:
         raise node.refusal(f"p is {order}, expected 1 or 2")
     axis = [node.axis(node.attribute("axis", -1), node.rank(data))]
     wide = widened(node, data)
-    powers = node.emit(relax.op.abs(wide) if order == 1 else relax.op.multiply(wide, wide))
+    powers = node.emit(relax.op.abs(wide) if order == 1 else wide * wide)
     norm = node.emit(relax.op.sum(powers, axis, keepdims=True))
     if order == 2:
         norm = node.emit(relax.op.sqrt(norm))
     is_zero = node.emit(relax.op.equal(norm, const(0, dtype_of(norm))))
     divisor = node.emit(relax.op.where(is_zero, const(1, dtype_of(norm)), norm))
-    quotient = relax.op.where(is_zero, const(0, dtype_of(norm)), relax.op.divide(wide, divisor))
+    quotient = relax.op.where(is_zero, const(0, dtype_of(norm)), wide / divisor)
     return cast(node, node.emit(quotient), dtype_of(data))
 
 
@@ -238,18 +238,18 @@ def local_response_normalization(node: Node) -> relax.Expr:
     before = (size - 1) // 2
     # A sum of shifted slices rather than a kernel, so that layout passes can move the channel axis.
     widths = [0, 0, before, size - 1 - before, *[0, 0] * (rank - 2)]
-    padded = node.emit(relax.op.nn.pad(relax.op.multiply(data, data), widths))
+    padded = node.emit(relax.op.nn.pad(data * data, widths))
     squares: relax.Expr | None = None
     for offset in range(size):
         part = slice_axes(node, padded, {1: (offset, channels, 1)})
-        squares = part if squares is None else node.emit(relax.op.add(squares, part))
+        squares = part if squares is None else node.emit(squares + part)
     alpha = const(node.attribute("alpha", 1e-4) / size, dtype)
     bias = const(node.attribute("bias", 1.0), dtype)
-    scaled_squares = node.emit(relax.op.add(relax.op.multiply(squares, alpha), bias))
+    scaled_squares = node.emit(squares * alpha + bias)
     beta = node.attribute("beta", 0.75)
     if beta == 0.75:  # x ** 0.75 as two roots, much cheaper than a power
         root = node.emit(relax.op.sqrt(scaled_squares))
-        divisor = node.emit(relax.op.multiply(root, relax.op.sqrt(root)))
+        divisor = node.emit(root * relax.op.sqrt(root))
     else:
-        divisor = node.emit(relax.op.power(scaled_squares, const(beta, dtype)))
-    return node.emit(relax.op.divide(data, divisor))
+        divisor = node.emit(scaled_squares ** const(beta, dtype))
+    return node.emit(data / divisor)

@@ -238,7 +238,7 @@ def average_pool(node: Node) -> relax.Expr:
     if pads is None or exceeds_padding or count > 3 or any(dilation != 1 for dilation in windows.dilations):
         total = _window_sum(node, wide, windows, lambda value: value)
         sizes = _window_sizes(node, windows, counts_padding, dtype_of(wide))
-        return cast(node, node.emit(relax.op.divide(total, sizes)), dtype)
+        return cast(node, node.emit(total / sizes), dtype)
     operation = (relax.op.nn.avg_pool1d, relax.op.nn.avg_pool2d, relax.op.nn.avg_pool3d)[count - 1]
     result = operation(wide, windows.kernel, windows.strides, pads, windows.dilations, False, counts_padding)
     return cast(node, node.emit(result), dtype)
@@ -256,7 +256,7 @@ def _root(node: Node, total: relax.Expr, order: int) -> relax.Expr:
         return total
     if order == 2:
         return node.emit(relax.op.sqrt(total))
-    return node.emit(relax.op.power(total, const(1.0 / order, dtype_of(total))))
+    return node.emit(total ** const(1.0 / order, dtype_of(total)))
 
 
 @converts("LpPool")
@@ -289,6 +289,6 @@ def global_pool(node: Node) -> relax.Expr:
     size = node.emit(relax.op.abs(wide))
     power = size
     for _ in range(order - 1):
-        power = node.emit(relax.op.multiply(power, size))
+        power = node.emit(power * size)
     total = node.emit(relax.op.sum(power, axes, keepdims=True))
     return cast(node, _root(node, total, order), dtype)

@@ -47,13 +47,13 @@ def gemm(node: Node) -> relax.Expr:
     result = matmul(node, a, b)
     alpha, beta = node.attribute("alpha", 1.0), node.attribute("beta", 1.0)
     if alpha != 1.0:
-        result = node.emit(relax.op.multiply(result, const(alpha, dtype)))
+        result = node.emit(result * const(alpha, dtype))
     if not node.has(2) or beta == 0.0:
         return result
     addend = require_broadcast(node, node.tensor(2), node.shape(result), "its C")
     if beta != 1.0:
-        addend = node.emit(relax.op.multiply(addend, const(beta, dtype)))
-    return node.emit(relax.op.add(result, addend))
+        addend = node.emit(addend * const(beta, dtype))
+    return node.emit(result + addend)
 
 
 def shifted(node: Node, value: relax.Expr, zero_point: relax.Expr | None, along: int | None) -> relax.Expr:
@@ -70,7 +70,7 @@ def shifted(node: Node, value: relax.Expr, zero_point: relax.Expr | None, along:
         point = reshaped(node, point, shape)
     elif node.rank(point) == 1:
         point = reshaped(node, point, ())
-    return node.emit(relax.op.subtract(wide, point))
+    return node.emit(wide - point)
 
 
 @converts("MatMulInteger")

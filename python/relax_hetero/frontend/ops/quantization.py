@@ -87,7 +87,7 @@ def quantize(node: Node, scaled: relax.Expr, zero_point: relax.Expr | None, dtyp
     compute = "float64" if dtype_of(scaled) == "float64" else "float32"
     value = node.emit(relax.op.round(cast(node, scaled, compute)))
     if zero_point is not None and not is_zero(zero_point):
-        value = node.emit(relax.op.add(value, as_type(node, zero_point, compute)))
+        value = node.emit(value + as_type(node, zero_point, compute))
     low, high = INTEGER_RANGES[dtype] if dtype in INTEGER_RANGES else INTEGERS[dtype]
     clamped = cast(node, node.emit(relax.op.clip(value, low, high)), STORAGE_TYPES.get(dtype, dtype))
     return of_bytes(node, clamped, dtype) if dtype in STORAGE_TYPES else clamped
@@ -114,14 +114,14 @@ def quantize_linear(node: Node) -> relax.Expr:
     if not is_float(dtype_of(scale)):
         compute = compute or "float32"
     compute = compute or (dtype_of(data) if dtype_of(data) == dtype_of(scale) else "float32")
-    scaled = node.emit(relax.op.divide(cast(node, data, compute), along(node, scale, shape, compute)))
+    scaled = node.emit(cast(node, data, compute) / along(node, scale, shape, compute))
     if zero_point is not None:
         zero_point = to_float32(node, zero_point) if dtype in FLOATS else bytes_of(node, zero_point)
     point = None if zero_point is None else along(node, zero_point, shape, dtype_of(zero_point))
     if dtype in FLOATS:
         number = cast(node, scaled, "float32")
         if point is not None:
-            number = node.emit(relax.op.add(number, point))
+            number = node.emit(number + point)
         return from_float32(node, number, dtype, bool(node.attribute("saturate", 1)))
     return quantize(node, scaled, point, dtype)
 
@@ -146,12 +146,12 @@ def dequantize_linear(node: Node) -> relax.Expr:
         data = to_float32(node, data)
         if node.has(2):
             point = along(node, to_float32(node, node.tensor(2)), shape, "float32")
-            data = node.emit(relax.op.subtract(data, point))
+            data = node.emit(data - point)
     elif node.has(2) and not is_zero(node.tensor(2)):
         point = along(node, node.tensor(2), shape, "int32")
-        data = node.emit(relax.op.subtract(cast(node, data, "int32"), point))
+        data = node.emit(cast(node, data, "int32") - point)
     factor = along(node, scale, shape, "float32")
-    return cast(node, node.emit(relax.op.multiply(cast(node, data, "float32"), factor)), target)
+    return cast(node, node.emit(cast(node, data, "float32") * factor), target)
 
 
 def _dequantized_scalar(node: Node) -> np.ndarray | None:
@@ -170,25 +170,25 @@ def dynamic_quantize_linear(node: Node) -> relax.Expr:
     zero = const(0, "float32")
     high = node.emit(relax.op.maximum(relax.op.max(data), zero))
     low = node.emit(relax.op.minimum(relax.op.min(data), zero))
-    scale = node.emit(relax.op.divide(relax.op.subtract(high, low), const(255, "float32")))
+    scale = node.emit((high - low) / const(255, "float32"))
     is_flat = node.emit(relax.op.equal(scale, zero))  # all zeros: onnxruntime uses a scale of 1
     safe = node.emit(relax.op.where(is_flat, const(1, "float32"), scale))
-    zero_position = node.emit(relax.op.divide(relax.op.subtract(zero, low), safe))
+    zero_position = node.emit((zero - low) / safe)
     point = cast(node, node.emit(relax.op.round(relax.op.clip(zero_position, 0, 255))), "uint8")
-    return relax.Tuple([quantize(node, node.emit(relax.op.divide(data, safe)), point, "uint8"), safe, point])
+    return relax.Tuple([quantize(node, node.emit(data / safe), point, "uint8"), safe, point])
 
 
 def quantized_and_back(node: Node, data: relax.Expr) -> relax.Expr:
     """Quantize to uint8 and dequantize."""
     quantized, scale, point = dynamic_quantize_linear(node.as_op("DynamicQuantizeLinear", [data])).fields
-    difference = node.emit(relax.op.subtract(cast(node, quantized, "float32"), cast(node, point, "float32")))
-    return node.emit(relax.op.multiply(difference, scale))
+    difference = node.emit(cast(node, quantized, "float32") - cast(node, point, "float32"))
+    return node.emit(difference * scale)
 
 
 def _requantize(node: Node, total: relax.Expr, scales: list[relax.Expr], zero_point: relax.Expr) -> relax.Expr:
     """Quantize int32 sums: total * (scale of A * scale of B / scale of the result) + zero point."""
     factor = _factor(node, [as_type(node, scale, "float32") for scale in scales])
-    scaled = node.emit(relax.op.multiply(cast(node, total, "float32"), factor))
+    scaled = node.emit(cast(node, total, "float32") * factor)
     return quantize(node, scaled, zero_point, dtype_of(zero_point))
 
 
@@ -197,7 +197,7 @@ def _factor(node: Node, scales: list[relax.Expr]) -> relax.Expr:
     arrays = [as_constant(scale) for scale in scales]
     first, second, result = scales
     if any(array is None for array in arrays):
-        return node.emit(relax.op.divide(relax.op.multiply(first, second), result))
+        return node.emit(first * second / result)
     constants = [array for array in arrays if array is not None]
     return const(constants[0] * constants[1] / constants[2], "float32")
 
@@ -242,7 +242,7 @@ def qlinear_conv(node: Node) -> relax.Expr:
     total = integer_convolution(node, shifted(node, data, node.tensor(2), None), shifted_weight)
     if node.has(8):
         bias = require_shape(node, node.tensor(8), [node.shape(total)[1]], "its bias")
-        total = node.emit(relax.op.add(total, node.per_channel(bias, node.rank(data))))
+        total = node.emit(total + node.per_channel(bias, node.rank(data)))
     scales = [_scalar(node, 1), _broadcast_along(node, 4, total, 1), _scalar(node, 6)]
     return _requantize(node, total, scales, _scalar(node, 7))
 

@@ -17,12 +17,8 @@ INTEGER_RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), 
 def along(node: Node, parameter: relax.Expr, shape: list[Dim], dtype: str) -> relax.Expr:
     """Cast a scale or zero point, and make it broadcast with data of `shape`.
 
-    It has one number per tensor, per index of the node's `axis`, or per block of `block_size` of these.
-
-    Raises
-    ------
-    FrontendError
-        If it has another shape, or blocks are along a symbolic dimension.
+    It has one number per tensor, per index of the node's `axis`, or per block of `block_size` of these. Raises
+    FrontendError if it has another shape, or blocks are along a symbolic dimension.
     """
     return _broadcast(node, as_type(node, parameter, dtype), shape)
 
@@ -46,10 +42,7 @@ def reshaped(node: Node, parameter: relax.Expr, shape: Sequence[int]) -> relax.E
 def check_zero_point(node: Node, scale: int, point: int) -> None:
     """Check the zero point, input `point`, against the scale, input `scale`.
 
-    Raises
-    ------
-    FrontendError
-        If it is neither one number nor has the scale's shape.
+    Raises FrontendError if it is neither one number nor has the scale's shape.
     """
     if not node.has(point):
         return

@@ -117,7 +117,7 @@ def bernoulli(node: Node) -> relax.Expr:
     """1 with the probability in the input, else 0."""
     data = cast(node, node.tensor(0), "float64")
     uniform = _random_tensor(node, node.shape(data), _uniform, 1.0, 0.0, "float64")
-    is_one = node.emit(relax.op.less(uniform, data))
+    is_one = node.emit(uniform < data)
     return cast(node, is_one, _type(node, dtype_of(node.tensor(0))))
 
 
@@ -129,7 +129,7 @@ def multinomial(node: Node) -> relax.Expr:
         raise node.refusal(f"its input has rank {node.rank(data)}, expected 2")
     batch, classes = node.shape(data)
     node.require(as_expr(classes) >= 1, "draws from 0 classes")
-    weights = node.emit(relax.op.exp(relax.op.subtract(data, relax.op.max(data, axis=1, keepdims=True))))
+    weights = node.emit(relax.op.exp(data - relax.op.max(data, axis=1, keepdims=True)))
     ends = node.emit(relax.op.cumsum(weights, axis=1))
     samples = int(node.attribute("sample_size", 1))
     uniform = _random_tensor(node, [batch, samples], _uniform, 1.0, 0.0, "float64")

@@ -51,11 +51,11 @@ class Layer:
 
     def add(self, a: relax.Expr, b: relax.Expr) -> relax.Expr:
         """The sum, bound."""
-        return self.emit(relax.op.add(a, b))
+        return self.emit(a + b)
 
     def multiply(self, a: relax.Expr, b: relax.Expr) -> relax.Expr:
         """The product, bound."""
-        return self.emit(relax.op.multiply(a, b))
+        return self.emit(a * b)
 
     def gates(self, value: relax.Expr, count: int) -> list[relax.Expr]:
         """Split a [batch, count * hidden] tensor by gate."""
@@ -136,7 +136,7 @@ def _gru_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[rel
     h = layer.activate(1, candidate)
     keep = layer.multiply(z, state)
     one = const(1, dtype_of(state))
-    return [layer.add(layer.multiply(layer.emit(relax.op.subtract(one, z)), h), keep)]
+    return [layer.add(layer.multiply(layer.emit(one - z), h), keep)]
 
 
 def _lstm_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[relax.Expr]:
@@ -148,7 +148,7 @@ def _lstm_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[re
         f = layer.add(f, layer.multiply(layer.peepholes[2], cell))
     i = layer.activate(0, i)
     if layer.node.attribute("input_forget", 0):
-        f = layer.emit(relax.op.subtract(const(1, dtype_of(i)), i))
+        f = layer.emit(const(1, dtype_of(i)) - i)
     else:
         f = layer.activate(0, f)
     new_cell = layer.add(layer.multiply(f, cell), layer.multiply(i, layer.activate(1, c)))
@@ -210,7 +210,7 @@ def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_back
     if node.has(3):
         bias = _row(node, node.tensor(3), direction)
         size = gates * hidden
-        inputs = node.emit(relax.op.add(inputs, relax.op.strided_slice(bias, [0], [0], [size])))
+        inputs = node.emit(inputs + relax.op.strided_slice(bias, [0], [0], [size]))
         recurrent_bias = node.emit(relax.op.strided_slice(bias, [0], [size], [2 * size]))
     peepholes = None
     if node.op_type == "LSTM" and node.has(7):
@@ -250,7 +250,7 @@ def _unroll(make: Callable[[], Direction]) -> tuple[relax.Expr, list[relax.Expr]
     for time in reversed(steps) if direction.is_backwards else steps:
         is_active = None
         if lengths is not None:
-            is_active = node.emit(relax.op.greater(lengths, const(time, dtype_of(lengths))))
+            is_active = node.emit(lengths > const(time, dtype_of(lengths)))
         output, states = direction.advance(_row(node, direction.inputs, time), states, is_active)
         outputs.append(output)
     if not outputs:
@@ -350,7 +350,7 @@ def _call_kernel(node: Node, data: relax.Expr, backwards: tuple[bool, ...]) -> l
     operands = _panels(node, problem)
     if node.has(3):
         bias, *recurrent_biases = _biases(node, problem)
-        inputs = node.emit(relax.op.add(inputs, bias))
+        inputs = node.emit(inputs + bias)
         operands += recurrent_biases
     states = _initial_states(node, [directions, batch, hidden], "float32")
     operands += [cast(node, state, "float32") for state in states]
@@ -402,8 +402,8 @@ def _biases(node: Node, problem: RecurrenceProblem) -> list[relax.Expr]:
         last = node.emit(relax.op.strided_slice(recurrent, [2], [gates - 1], [gates]))
         kernel_biases.append(node.emit(relax.op.reshape(last, (directions, hidden))))
         others = np.arange(gates).reshape(-1, 1) < gates - 1
-        recurrent = node.emit(relax.op.multiply(recurrent, const(others, "float32")))
-    total = node.emit(relax.op.add(own, recurrent))
+        recurrent = node.emit(recurrent * const(others, "float32"))
+    total = node.emit(own + recurrent)
     return [node.emit(relax.op.reshape(total, (directions * gates * hidden,))), *kernel_biases]
 
 

@@ -97,7 +97,7 @@ def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> rela
     number = const(int(count), "float64") if isinstance(count, tirx.IntImm) else _as_float(node, tirx.max(count, 1))
     # Truncated, like numpy's mean of integers cast back.
     total = node.emit(relax.op.sum(relax.op.astype(data, "float64"), axes, keepdims))
-    return node.emit(relax.op.astype(relax.op.divide(total, number), dtype))
+    return node.emit(relax.op.astype(total / number, dtype))
 
 
 def _count(node: Node, data: relax.Expr, axes: list[int]) -> Any:
@@ -130,7 +130,7 @@ def _l1(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.
 
 
 def _sum_square(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
-    return _sum(node, node.emit(relax.op.multiply(data, data)), axes, keepdims)
+    return _sum(node, node.emit(data * data), axes, keepdims)
 
 
 def _l2(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
@@ -158,9 +158,9 @@ def _log_sum_exp(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) 
         return data
     largest = _extreme(node, data, axes, keepdims=True, largest=True)
     shift = node.emit(relax.op.where(relax.op.isfinite(largest), largest, const(0, dtype_of(data))))
-    exponentials = node.emit(relax.op.exp(relax.op.subtract(data, shift)))
+    exponentials = node.emit(relax.op.exp(data - shift))
     total = _sum(node, exponentials, axes, keepdims=True)
-    result = node.emit(relax.op.add(relax.op.log(total), shift))
+    result = node.emit(relax.op.log(total) + shift)
     return result if keepdims else node.emit(relax.op.squeeze(result, axes))
 
 
@@ -191,7 +191,7 @@ def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, larg
     if compute is not None:
         result = _extreme(node, cast(node, data, compute), axes, keepdims, largest)
         if dtype == "bool":  # the minimum int8, an empty maximum, becomes False
-            return node.emit(relax.op.greater(result, const(0, compute)))
+            return node.emit(result > const(0, compute))
         return cast(node, result, dtype)
     return node.emit((relax.op.max if largest else relax.op.min)(data, axes, keepdims))
 

@@ -55,10 +55,7 @@ def require_equal(node: Node, actual: Dim, expected: Dim, subject: str) -> None:
 def require_shape(node: Node, value: relax.Expr, expected: Sequence[Dim], subject: str) -> relax.Expr:
     """Require a tensor's shape, and return the tensor with these symbolic sizes; the error begins with `subject`.
 
-    Raises
-    ------
-    FrontendError
-        If its rank differs, or one of its sizes can never be equal.
+    Raises FrontendError if its rank differs, or one of its sizes can never be equal.
     """
     actual = node.shape(value)
 
@@ -92,10 +89,7 @@ def with_sizes_of(node: Node, data: relax.Expr, value: relax.Expr, first: int) -
 def require_fits(node: Node, value: relax.Expr, target: Sequence[Dim], subject: str) -> None:
     """Require that a tensor broadcasts to the shape `target` without enlarging it.
 
-    Raises
-    ------
-    FrontendError
-        If it has more axes, or one of its sizes can never fit.
+    Raises FrontendError if it has more axes, or one of its sizes can never fit.
     """
     actual = node.shape(value)
 
@@ -211,10 +205,7 @@ def broadcast(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
 def stretched(node: Node, values: Sequence[relax.Expr], kept: int = 0) -> list[relax.Expr]:
     """Broadcast tensors to common symbolic sizes; static sizes of 1 are kept.
 
-    Parameters
-    ----------
-    kept : int
-        Number of last axes that do not broadcast.
+    `kept`: number of last axes that do not broadcast.
     """
     shapes = [_broadcast_dims(node, value, kept) for value in values]
     target: list[Dim] = [1] * max(map(len, shapes), default=0)
@@ -266,10 +257,7 @@ def with_one_shape(node: Node) -> Node:
 def laid_by_axis(node: Node) -> Node:
     """Convert the attribute `axis` of broadcasting before opset 7 to a reshape of the second input.
 
-    Raises
-    ------
-    FrontendError
-        If the second input has more axes than the first from `axis` on.
+    Raises FrontendError if the second input has more axes than the first from `axis` on.
     """
     attributes = {name: value for name, value in node.attributes.items() if name not in ("axis", "broadcast")}
     inputs = list(node.inputs)

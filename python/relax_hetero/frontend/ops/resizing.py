@@ -82,8 +82,8 @@ def _weighted_sum_at_once(node: Node, data: relax.Expr, tables: dict[int, Resize
             part = node.emit(relax.op.take(part, const(table.indices[:, tap], "int64"), axis, "fast"))
             shape = [-1 if i == axis else 1 for i in range(node.rank(data))]
             weights = weights * table.weights[:, tap].reshape(shape)
-        part = node.emit(relax.op.multiply(part, const(weights, dtype_of(data))))
-        total = node.emit(relax.op.add(total, part)) if number else part
+        part = node.emit(part * const(weights, dtype_of(data)))
+        total = node.emit(total + part) if number else part
     return total
 
 

@@ -44,13 +44,7 @@ class GrowingSequence:
 
 
 def _items(node: Node) -> list[relax.Expr]:
-    """The tensors of a sequence.
-
-    Raises
-    ------
-    FrontendError
-        If the input is not a sequence of static length.
-    """
+    """The tensors of a sequence. Raises FrontendError if the input is not a sequence of static length."""
     value = node.inputs[0] if node.has(0) else None
     if isinstance(value, (LongSequence, GrowingSequence, JoinedSequence)):
         raise node.refusal("of a sequence of dynamic length cannot be imported")
@@ -79,10 +73,7 @@ def _position(node: Node, index: int, default: int, low: int, high: int) -> int:
 def _computed_position(node: Node, index: int, low: int, high: int) -> relax.Expr:
     """A dynamic position as a non-negative scalar; a call fails unless it is in [low, high].
 
-    Parameters
-    ----------
-    low : int
-        Minus the number of tensors.
+    `low`: minus the number of tensors.
     """
     if low > high:
         raise node.refusal("takes a tensor of an empty sequence")
@@ -90,8 +81,8 @@ def _computed_position(node: Node, index: int, low: int, high: int) -> relax.Exp
     position = node.emit(relax.op.astype(node.emit(relax.op.reshape(operand, ())), "int64"))
     # An index into a table of all valid positions; invalid ones are out of range.
     count = high - low + 1
-    shifted = node.emit(relax.op.subtract(position, const(low, "int64")))
-    is_before = node.emit(relax.op.less(shifted, const(0, "int64")))
+    shifted = node.emit(position - const(low, "int64"))
+    is_before = node.emit(shifted < const(0, "int64"))
     table_index = node.emit(relax.op.where(is_before, const(count, "int64"), shifted))
     table = np.array([entry if entry >= 0 else entry - low for entry in range(low, high + 1)], "int64")
     return convert_node(node.as_op("Gather", [const(table), table_index], axis=0))

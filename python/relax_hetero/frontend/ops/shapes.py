@@ -166,7 +166,7 @@ def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Expr]:
     is_open = node.emit(relax.op.equal(target, relax.const(-1, "int64")))
     static_product = node.emit(relax.op.prod(relax.op.where(is_open, one, target), keepdims=True))
     elements = node.emit(relax.op.prod(sizes_of(node, data), keepdims=True))
-    open_size = node.emit(relax.op.floor_divide(elements, relax.op.maximum(static_product, one)))
+    open_size = node.emit(elements // relax.op.maximum(static_product, one))
     result_dims = dims_at_run_time(node, node.emit(relax.op.where(is_open, open_size, target)), "reshape_dim")
     for axis, dim in enumerate(target_dims):
         are_nonzero = [tirx.NE(size, as_expr(0)) for size in result_dims[:axis] + result_dims[axis + 1 :]]

@@ -145,27 +145,27 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     def scatter(default: relax.Expr, values: relax.Expr) -> relax.Expr:
         return emit(relax.op.scatter_elements(default, axes, values, 0))
 
-    axes = emit(relax.op.where(relax.op.less(axes, zero), relax.op.add(axes, const(rank, "int64")), axes))
+    axes = emit(relax.op.where(axes < zero, axes + const(rank, "int64"), axes))
     axes = emit(relax.op.clip(axes, 0, rank - 1))
     size = sizes_of(node, data)
     step = scatter(const(np.ones(rank), "int64"), steps)
-    forward = emit(relax.op.greater(step, zero))
-    last = emit(relax.op.subtract(size, one))
+    forward = emit(step > zero)
+    last = emit(size - one)
     high = emit(relax.op.where(forward, size, last))
     begin = scatter(emit(relax.op.where(forward, const(np.zeros(rank), "int64"), last)), starts)
     end = scatter(emit(relax.op.where(forward, size, const(np.full(rank, -(2**62)), "int64"))), ends)
 
     def clamp(position: relax.Expr, low: relax.Expr) -> relax.Expr:
-        from_back = relax.op.where(relax.op.less(position, zero), relax.op.add(position, size), position)
+        from_back = relax.op.where(position < zero, position + size, position)
         return emit(relax.op.maximum(relax.op.minimum(from_back, high), low))
 
     begin = clamp(begin, zero)
     end = clamp(end, emit(relax.op.where(forward, zero, const(-1, "int64"))))
-    distance = emit(relax.op.subtract(end, begin))
-    distance = emit(relax.op.where(forward, distance, relax.op.negative(distance)))
+    distance = emit(end - begin)
+    distance = emit(relax.op.where(forward, distance, -distance))
     width = emit(relax.op.maximum(relax.op.abs(step), one))
-    padded_distance = relax.op.subtract(relax.op.add(distance, width), one)
-    counts = emit(relax.op.minimum(relax.op.maximum(relax.op.floor_divide(padded_distance, width), zero), size))
+    padded_distance = distance + width - one
+    counts = emit(relax.op.minimum(relax.op.maximum(padded_distance // width, zero), size))
     dims: list[Dim] = list(dims_at_run_time(node, counts, "slice_dim"))
     sliced = node.constant(3) if node.has(3) else np.arange(count)
     if sliced is not None:  # other axes keep their size

@@ -79,12 +79,8 @@ def converts(*op_types: str, domain: str = STANDARD) -> Callable[[Convert], Conv
 def convert_node(node: Node) -> Any:
     """Convert one node.
 
-    Raises
-    ------
-    FrontendError
-        If the op, or this form of it, cannot be imported.
-    SizeIsBounded
-        If its inputs imply a new upper bound of a size of the model's inputs.
+    Raises FrontendError if the op, or this form of it, cannot be imported, and SizeIsBounded if its inputs imply a new
+    upper bound of a size of the model's inputs.
     """
     if node.domain == STANDARD:
         _check_lengths(node)

@@ -93,13 +93,7 @@ def converts_complex(op: str) -> bool:
 
 
 def convert_complex(node: TorchNode, *arguments: Any) -> Any:
-    """Convert an op that reads or returns complex values.
-
-    Raises
-    ------
-    FrontendError
-        If there is no rule for the op.
-    """
+    """Convert an op that reads or returns complex values. Raises FrontendError if there is no rule for the op."""
     op = node.op.partition(".")[0]
     if op in _RULES:
         return _RULES[op](node, *arguments)
@@ -153,8 +147,8 @@ def _product(node: TorchNode, a: Any, b: Any, times: Callable[..., Any]) -> Comp
         operands = (lambda part: (factor, part)) if _is_complex_operand(b) else (lambda part: (part, factor))
         return Complex(*(node.emit(times(*operands(part))) for part in pair))
     (a, b), (c, d) = _pair(node, a), _pair(node, b)
-    real = node.emit(relax.op.subtract(times(a, c), times(b, d)))
-    return Complex(real, node.emit(relax.op.add(times(a, d), times(b, c))))
+    real = node.emit(times(a, c) - times(b, d))
+    return Complex(real, node.emit(times(a, d) + times(b, c)))
 
 
 @_rule("mul")
@@ -171,11 +165,11 @@ def _matmul(node: TorchNode, a: Any, b: Any) -> Complex:
 def _div(node: TorchNode, a: Any, b: Any, *_: Any) -> Complex:
     if not _is_complex_operand(b):
         divisor = node.tensor(b, node.of(part_of(node.value)).dtype)
-        return Complex(*(node.emit(relax.op.divide(part, divisor)) for part in _pair(node, a)))
+        return Complex(*(node.emit(part / divisor) for part in _pair(node, a)))
     c, d = _pair(node, b)
-    norm = node.emit(relax.op.add(relax.op.multiply(c, c), relax.op.multiply(d, d)))
-    numerator = _product(node, _pair(node, a), Complex(c, node.emit(relax.op.negative(d))), relax.op.multiply)
-    return Complex(*(node.emit(relax.op.divide(part, norm)) for part in numerator))
+    norm = node.emit(c * c + d * d)
+    numerator = _product(node, _pair(node, a), Complex(c, node.emit(-d)), relax.op.multiply)
+    return Complex(*(node.emit(part / norm) for part in numerator))
 
 
 @_rule("reciprocal")
@@ -192,7 +186,7 @@ def _pow(node: TorchNode, x: Any, exponent: Any) -> Complex:
 
 @_rule("conj", "_conj", "_conj_physical", "conj_physical")
 def _conj(node: TorchNode, x: Complex) -> Complex:
-    return Complex(x.real, node.emit(relax.op.negative(x.imaginary)))
+    return Complex(x.real, node.emit(-x.imaginary))
 
 
 @_rule("resolve_conj", "resolve_neg")
@@ -206,11 +200,11 @@ def magnitude(node: TorchNode, x: Complex) -> relax.Expr:
     a, b = (node.emit(relax.op.abs(part)) for part in x)
     large, small = node.emit(relax.op.maximum(a, b)), node.emit(relax.op.minimum(a, b))
     zero, one = const(0, node.dtype), const(1, node.dtype)
-    is_regular = node.emit(relax.op.logical_and(relax.op.greater(large, zero), relax.op.isfinite(large)))
-    ratio = node.emit(relax.op.divide(small, relax.op.where(is_regular, large, one)))
-    hypotenuse = relax.op.multiply(large, relax.op.sqrt(relax.op.add(relax.op.multiply(ratio, ratio), one)))
+    is_regular = node.emit(relax.op.logical_and(large > zero, relax.op.isfinite(large)))
+    ratio = node.emit(small / relax.op.where(is_regular, large, one))
+    hypotenuse = large * relax.op.sqrt(ratio * ratio + one)
     infinite = node.emit(relax.op.logical_or(relax.op.isinf(a), relax.op.isinf(b)))
-    special = relax.op.where(infinite, const(math.inf, node.dtype), node.emit(relax.op.add(a, b)))
+    special = relax.op.where(infinite, const(math.inf, node.dtype), node.emit(a + b))
     return node.emit(relax.op.where(is_regular, hypotenuse, special))
 
 
@@ -227,7 +221,7 @@ def _exp(node: TorchNode, x: Complex) -> Complex:
 
 @_rule("polar")
 def _polar(node: TorchNode, radius: relax.Expr, angle: relax.Expr) -> Complex:
-    return Complex(*(node.emit(relax.op.multiply(radius, op(angle))) for op in (relax.op.cos, relax.op.sin)))
+    return Complex(*(node.emit(radius * op(angle)) for op in (relax.op.cos, relax.op.sin)))
 
 
 @_rule("complex")
@@ -277,7 +271,7 @@ def _transform_axis(node: TorchNode, x: Any, axis: int, length: Any, **attribute
     data = columns[0] if len(columns) == 1 else node.emit(relax.op.concat(columns, len(dims)))
     out = node.onnx("DFT", data, const(length, "int64"), const(axis, "int64"), **attributes)
     if attributes.get("inverse"):
-        out = node.emit(relax.op.multiply(out, const(length, str(out.ty.dtype))))
+        out = node.emit(out * const(length, str(out.ty.dtype)))
     out_dims = node.dims(out)
     halves = [
         node.reshape(node.emit(relax.op.strided_slice(out, [len(dims)], [part], [part + 1])), out_dims[:-1])
@@ -293,7 +287,7 @@ def _normalize(node: TorchNode, x: Any, mode: int, count: int) -> Any:
     factor = 1 / (math.sqrt(count) if mode == 1 else count)
     if isinstance(x, Complex):
         return Complex(*(_normalize(node, part, mode, count) for part in x))
-    return node.emit(relax.op.multiply(x, const(factor, str(x.ty.dtype))))
+    return node.emit(x * const(factor, str(x.ty.dtype)))
 
 
 @_rule("_fft_r2c", "_fft_c2c", "_fft_c2r")

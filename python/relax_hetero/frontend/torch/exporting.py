@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 _SELF = "L['self']"
 
 
+def op_name(node: Any) -> str:
+    """Name of an FX node's op, without its namespace and overload."""
+    schema = getattr(node.target, "_schema", None)
+    return str(schema.name).split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
+
+
 class NodeNames:
     """Assigns unique names to nodes, from the path of their module: ``encoder.layer.3.output.dense.linear``."""
 
@@ -27,9 +33,7 @@ class NodeNames:
     def info(self, node: Any) -> NodeInfo:
         """Name an FX node; the aliases are its op, and the paths and classes of the enclosing modules."""
         stack = [(_module_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
-        schema = getattr(node.target, "_schema", None)
-        op = str(schema.name).split("::")[1] if schema is not None else getattr(node.target, "__name__", "op")
-        path = stack[-1][0] if stack else ""
+        op, path = op_name(node), stack[-1][0] if stack else ""
         base = f"{path}.{op.lstrip('_')}" if path else op.lstrip("_")
         count = self._counts.get(base, 0)
         self._counts[base] = count + 1
@@ -87,13 +91,7 @@ _DETERMINISTIC_ARGUMENTS = {"train": False, "training": False, "p": 0, "dropout_
 
 
 def torch_package() -> Any:
-    """Import PyTorch.
-
-    Raises
-    ------
-    FrontendError
-        If it is not installed.
-    """
+    """Import PyTorch. Raises FrontendError if it is not installed."""
     try:
         import torch
     except ImportError as error:
@@ -106,10 +104,7 @@ def exported_program(
 ) -> torch.export.ExportedProgram:
     """Export a module, or take an exported program, and decompose it to a functional program of few ops.
 
-    Raises
-    ------
-    FrontendError
-        If the arguments do not match, or torch cannot export the module.
+    Raises FrontendError if the arguments do not match, or torch cannot export the module.
     """
     torch = torch_package()
     if isinstance(source, torch.export.ExportedProgram):

@@ -21,12 +21,7 @@ _UNBOUNDED = 2**48
 class Sizes:
     """Symbols of an exported program and their variables.
 
-    Parameters
-    ----------
-    names : mapping of str to str
-        Symbol of torch -> the user's name.
-    constraints : mapping of object to object
-        Symbol of torch -> its range.
+    `names`: symbol of torch -> the user's name; `constraints`: symbol of torch -> its range.
     """
 
     def __init__(self, names: Mapping[str, str], constraints: Mapping[Any, Any]) -> None:
@@ -80,10 +75,7 @@ class Sizes:
     def dim(self, size: Any) -> Any:
         """Convert a size of torch, an int or a SymInt, to an int or an expression.
 
-        Raises
-        ------
-        FrontendError
-            If it is not computed by integer arithmetic.
+        Raises FrontendError if it is not computed by integer arithmetic.
         """
         if isinstance(size, int):
             return int(size)

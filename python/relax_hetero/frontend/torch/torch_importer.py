@@ -25,7 +25,7 @@ from ..ops.node import const
 from ..ops.required_sizes import equal, renamed
 from . import ops  # noqa: F401 - registers the converters
 from .complex_values import Complex, convert_complex, converts_complex, has_complex, is_complex, part_of
-from .exporting import NodeNames, output_names, torch_package, unreadable_reason
+from .exporting import NodeNames, op_name, output_names, torch_package, unreadable_reason
 from .sizes import Sizes, as_shape
 from .torch_node import TABLE, Converter, TorchNode, dtype_name
 
@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 class Folding:
     """Constant folding by torch: the nodes of a program's graph that depend on weights and numbers only.
 
-    Parameters
-    ----------
-    graph : object
-        Graph of an exported program, functional and without random numbers.
-    weights : mapping of str to object
-        Placeholder name -> tensor of a parameter, buffer or constant.
+    `graph`: graph of an exported program, functional and without random numbers; `weights`: placeholder name -> tensor
+    of a parameter, buffer or constant.
     """
 
     def __init__(self, graph: Any, weights: Mapping[str, Any]) -> None:
@@ -97,10 +93,7 @@ _FLOAT_OPS: dict[str, Any] = {
 def float_scalar(node: TorchNode, value: Any) -> relax.Expr:
     """Convert a float that a program computes from sizes and from numbers that it reads, as a float64 scalar.
 
-    Raises
-    ------
-    FrontendError
-        If a function in it has no op.
+    Raises FrontendError if a function in it has no op.
     """
     kind = type(value).__name__
     if value.is_Symbol and str(value) in node.sizes.read:
@@ -129,20 +122,8 @@ def import_program(
 ) -> tuple[ImportedGraph, list[NodeInfo], list[str]]:
     """Convert an exported program.
 
-    Parameters
-    ----------
-    names : mapping of str to str
-        Symbol of torch -> name of the size.
-
-    Returns
-    -------
-    (ImportedGraph, list of NodeInfo, list of str)
-        The graph, its nodes, and the names of its outputs.
-
-    Raises
-    ------
-    FrontendError
-        If an op cannot be converted; the text has its name, its module and the reason.
+    `names`: symbol of torch -> name of the size. Returns the graph, its nodes, and the names of its outputs. Raises
+    FrontendError if an op cannot be converted; the text has its name, its module and the reason.
     """
     nbytes = sum(value.numel() * value.element_size() for value in program.state_dict.values())
     with joining_sizes(JoinedSizes()), spending(Budget(limits or ImportLimits(), nbytes)):
@@ -305,7 +286,7 @@ class _Importer(OwnedBindings):
         value = node.meta.get("val")
         if _is_number(value) and not _is_read_at_run_time(node):
             return  # computed by its readers
-        if _op_name(node) in _IGNORED_OPS or self._is_unknown_assertion(node):
+        if op_name(node) in _IGNORED_OPS or self._is_unknown_assertion(node):
             return
         info = self._names.info(node)
         try:
@@ -321,7 +302,7 @@ class _Importer(OwnedBindings):
 
     def _is_unknown_assertion(self, node: Any) -> bool:
         """Return whether a node asserts a condition over unknown symbols."""
-        if _op_name(node) not in ("_assert_scalar", "_functional_assert_scalar"):
+        if op_name(node) not in ("_assert_scalar", "_functional_assert_scalar"):
             return False
         value = node.args[0].meta.get("val") if isinstance(node.args[0], self._torch.fx.Node) else None
         return isinstance(value, self._torch.SymBool) and self._sizes.condition(value) is None
@@ -479,24 +460,19 @@ def _empty(node: TorchNode, *_: Any) -> Any:
     return node.filled(0)
 
 
-def _op_name(node: Any) -> str:
-    schema = getattr(node.target, "_schema", None)
-    return str(schema.name).split("::")[1] if schema is not None else getattr(node.target, "__name__", str(node.target))
-
-
 def _full_name(node: Any) -> str:
     """Name of an op with its overload."""
-    return f"{_op_name(node)}.{getattr(node.target, '_overloadname', 'default')}"
+    return f"{op_name(node)}.{getattr(node.target, '_overloadname', 'default')}"
 
 
 def _converter_of(node: Any) -> Converter | None:
-    op = _op_name(node)
+    op = op_name(node)
     return TABLE.get(_full_name(node)) or TABLE.get(op) or (convert_complex if converts_complex(op) else None)
 
 
 def _is_read_at_run_time(node: Any) -> bool:
     """Return whether a number is read from a tensor at run time."""
-    return _op_name(node) in ("_local_scalar_dense", "item")
+    return op_name(node) in ("_local_scalar_dense", "item")
 
 
 def _is_number(value: Any) -> bool:
@@ -532,7 +508,7 @@ def _unsupported_nodes(module: Any, names: NodeNames, folding: Folding) -> list[
     """The unsupported nodes of a graph and of nested graphs."""
     titles = []
     for node in module.graph.nodes:
-        op = _op_name(node)
+        op = op_name(node)
         if node.op == "get_attr":
             inner = operator.attrgetter(str(node.target))(module)
             titles += _unsupported_nodes(inner, names, folding) if hasattr(inner, "graph") else []

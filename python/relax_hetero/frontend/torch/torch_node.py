@@ -44,15 +44,7 @@ def converts(*names: str) -> Callable[[Converter], Converter]:
 def dtype_name(dtype: Any, subject: str = "a tensor") -> str:
     """TVM's name of a dtype of torch.
 
-    Parameters
-    ----------
-    subject : str
-        Name of the owner of the dtype in the error.
-
-    Raises
-    ------
-    FrontendError
-        If the dtype is not supported.
+    `subject`: name of the owner of the dtype in the error. Raises FrontendError if the dtype is not supported.
     """
     name = str(dtype)[6:]
     if name not in _DTYPES:
@@ -208,8 +200,8 @@ class TorchNode:
         dtype = str(indices.ty.dtype)
         if (constant is not None and (constant >= 0).all()) or dtype.startswith("uint"):
             return indices
-        below = relax.op.subtract(indices, self.tensor(extent, dtype))
-        return self.emit(relax.op.where(relax.op.less(indices, const(0, dtype)), below, indices))
+        below = indices - self.tensor(extent, dtype)
+        return self.emit(relax.op.where(indices < const(0, dtype), below, indices))
 
     def axis(self, axis: int, rank: int) -> int:
         """The non-negative index of an axis."""

@@ -25,15 +25,7 @@ _MAX_CHARACTERS = 2000
 
 
 class ApiError(Exception):
-    """An error that is answered.
-
-    Attributes
-    ----------
-    status : int
-        HTTP status.
-    body : dict of str to object
-        JSON of the answer.
-    """
+    """An error that is answered. `status`: HTTP status; `body`: JSON of the answer."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

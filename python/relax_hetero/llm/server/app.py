@@ -79,24 +79,16 @@ async def _collect(choices: Choices) -> list[tuple[str, list[TokenLogprob], str]
 
 
 class StreamedAnswer(Response):
-    """Answer as server-sent events, one for each chunk.
-
-    Parameters
-    ----------
-    choices : Choices
-        Choices to stream.
-    response_format : ResponseFormat
-        JSON of the endpoint.
-    includes_usage : bool
-        Whether the last event has the usage.
-    on_end : callable
-        Called at the end, in any case.
-    """
+    """Answer as server-sent events, one for each chunk."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, choices: Choices, response_format: ResponseFormat, includes_usage: bool, on_end: Callable[[], None]
+        self,
+        choices: Choices,
+        response_format: ResponseFormat,  # JSON of the endpoint
+        includes_usage: bool,  # whether the last event has the usage
+        on_end: Callable[[], None],  # called at the end, in any case
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -199,13 +191,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Prometheus metrics of one server.
-
-    Parameters
-    ----------
-    engine : Engine or None
-        Engine, whose statistics are read when metrics are requested.
-    """
+    """Prometheus metrics of one server. `engine`: engine, whose statistics are read when metrics are requested."""
 
     def __init__(self, engine: Engine | None) -> None:
         self._registry = CollectorRegistry()
@@ -268,10 +254,8 @@ _PATHS = {
 class Settings:
     """Settings of a server.
 
-    Raises
-    ------
-    HeteroError
-        If `cors_origins` has a text that is not an origin, the key is empty, or there is no such `tool_format`.
+    Raises HeteroError if `cors_origins` has a text that is not an origin, the key is empty, or there is no such
+    `tool_format`.
     """
 
     name: str  # name of the model in the API
@@ -300,24 +284,15 @@ class Settings:
 
 
 def make_app(
+    # Engine; not closed. None for an encoder alone: endpoints that generate texts then answer with an error.
     engine: Engine | None,
     settings: Settings,
+    # Chat template; without one, or if it has a `fault`, ``/v1/chat/completions`` answers with an error.
     template: ChatTemplate | None = None,
+    # Model of ``/v1/embeddings``, such as an `Encoder`; without one, it answers with an error.
     encoder: EncoderProtocol | None = None,
 ) -> ASGIApp:
-    """Make the application, for any ASGI server.
-
-    Parameters
-    ----------
-    engine : Engine or None
-        Engine; not closed. None for an encoder alone: endpoints that generate texts then answer with an error.
-    settings : Settings
-        Settings of the server.
-    template : ChatTemplate, optional
-        Chat template; without one, or if it has a `fault`, ``/v1/chat/completions`` answers with an error.
-    encoder : EncoderProtocol, optional
-        Model of ``/v1/embeddings``, such as an `Encoder`; without one, it answers with an error.
-    """
+    """Make the application, for any ASGI server."""
     server = _Server(engine, settings, template, encoder)
     app = FastAPI(title="relax-hetero", docs_url=None, redoc_url=None)
     app.add_api_route("/v1/models", server.models, methods=["GET"])
@@ -345,11 +320,7 @@ def make_app(
 
 class _Server:
     def __init__(
-        self,
-        engine: Engine | None,
-        settings: Settings,
-        template: ChatTemplate | None,
-        encoder: EncoderProtocol | None,
+        self, engine: Engine | None, settings: Settings, template: ChatTemplate | None, encoder: EncoderProtocol | None
     ) -> None:
         if engine is not None:
             self._tokenizer, model = engine.tokenizer, engine.model

@@ -94,10 +94,7 @@ class Body(_SamplingFields):  # type: ignore[misc]
     def form(self) -> StructuredOutputs | None:
         """Form of the text, if one of the fields asks for it.
 
-        Raises
-        ------
-        RequestError
-            If several do, or one is malformed.
+        Raises RequestError if several do, or one is malformed.
         """
         forms = [
             StructuredOutputs(**{form: value}, location=name)
@@ -117,10 +114,7 @@ class Body(_SamplingFields):  # type: ignore[misc]
     ) -> SamplingParams:
         """Sampling parameters of one of the `n` choices; each has a seed of its own, and others than `defaults`.
 
-        Raises
-        ------
-        RequestError
-            If a value is out of range.
+        Raises RequestError if a value is out of range.
         """
         values = {name: getattr(self, name) for name in _SCALARS}
         if values["top_k"] == -1:  # vLLM's value for all tokens
@@ -199,23 +193,14 @@ class ChatBody(Body):
 
     @property
     def tool_use(self) -> ToolUse:
-        """Tools of the request.
-
-        Raises
-        ------
-        ApiError
-            If they contradict each other.
-        """
+        """Tools of the request. Raises ApiError if they contradict each other."""
         return ToolUse.from_fields(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def answer_tools(self) -> ToolUse:
         """Tools that the answer may call: none if it has a form.
 
-        Raises
-        ------
-        ApiError
-            If it must have a form and be a call.
+        Raises ApiError if it must have a form and be a call.
         """
         form = self.form
         if form is None:
@@ -240,13 +225,7 @@ class ChatBody(Body):
 
     @property
     def template_values(self) -> dict[str, Any]:
-        """Further values for the template.
-
-        Raises
-        ------
-        ApiError
-            If they contain ``messages``.
-        """
+        """Further values for the template. Raises ApiError if they contain ``messages``."""
         values = {**self.template_switches, **(self.chat_template_kwargs or {})}
         if "messages" in values:
             message = "chat_template_kwargs: found 'messages', expected them in the body only"

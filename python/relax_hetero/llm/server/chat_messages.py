@@ -33,10 +33,7 @@ class Message(BaseModel):
     def flatten(self, location: str) -> dict[str, Any]:
         """Return the message with its content as one string.
 
-        Parameters
-        ----------
-        location : str
-            Location of the message in the body, for errors.
+        `location`: location of the message in the body, for errors.
         """
         content = self.content
         if isinstance(content, list):
@@ -58,21 +55,14 @@ class Message(BaseModel):
 
 
 def render_chat(
-    template: ChatTemplate, messages: Sequence[dict[str, Any]], values: Mapping[str, Any], continues: bool = False
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    values: Mapping[str, Any],
+    continues: bool = False,  # whether the prompt ends where the last message does
 ) -> str:
     """Render messages whose calls have arguments as OpenAI's clients write them, texts of JSON.
 
-    Parameters
-    ----------
-    template, messages, values
-        As for `render_checked`.
-    continues : bool
-        Whether the prompt ends where the last message does.
-
-    Raises
-    ------
-    RequestError, ApiError
-        See `render_checked`.
+    Other arguments and errors are those of `render_checked`.
     """
     values = {**values, "add_generation_prompt": False} if continues else values
     first_error: RequestError | ApiError | None = None
@@ -131,10 +121,7 @@ def _cut_after_last_text(
 ) -> str:
     """Prompt up to the end of the last message's text, whose place another prompt shows.
 
-    Raises
-    ------
-    ApiError
-        If the template changes the text.
+    Raises ApiError if the template changes the text.
     """
     *others, last = messages
     text = last["content"].strip()
@@ -153,21 +140,9 @@ def _cut_after_last_text(
 def render_checked(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
     """Render messages, and check that all of them are in the prompt.
 
-    Parameters
-    ----------
-    template : ChatTemplate
-        Chat template of the model.
-    messages : sequence of mapping of str to object
-        Results of `Message.flatten`.
-    values : mapping of str to object
-        Further values for the template.
-
-    Raises
-    ------
-    RequestError
-        If the template refuses the messages.
-    ApiError
-        If the template drops a message, or a field or role that matters.
+    `template`: chat template of the model; `messages`: results of `Message.flatten`; `values`: further values for the
+    template. Raises RequestError if the template refuses the messages, and ApiError if the template drops a message, or
+    a field or role that matters.
     """
     prompt = template.render(messages, **values)
 

@@ -41,13 +41,7 @@ class EncoderProtocol(Protocol):
     def vocabulary(self) -> int: ...  # noqa: D102
 
     def embed_tokens(self, tokens: Sequence[int]) -> np.ndarray:
-        """Embedding of a text, (embedding_size,) of any length.
-
-        Parameters
-        ----------
-        tokens : sequence of int
-            Tokens of the text.
-        """
+        """Embedding of a text, (embedding_size,) of any length."""
 
 
 class EmbeddingBody(BaseModel):
@@ -61,13 +55,7 @@ class EmbeddingBody(BaseModel):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """Texts or tokens.
-
-        Raises
-        ------
-        ApiError
-            If there are none, or too many.
-        """
+        """Texts or tokens. Raises ApiError if there are none, or too many."""
         is_one = isinstance(self.input, str) or (len(self.input) > 0 and isinstance(self.input[0], int))
         inputs: list[Any] = [self.input] if is_one else list(self.input)
         if not 1 <= len(inputs) <= _MAX_INPUTS:
@@ -79,24 +67,16 @@ class EmbeddingBody(BaseModel):
         refuse_unsupported_fields(self.model_extra or {}, NEUTRAL_VALUES)
 
 
-def embed(encoder: EncoderProtocol, body: EmbeddingBody, model: str, is_over: threading.Event) -> dict[str, Any]:
+def embed(
+    encoder: EncoderProtocol,
+    body: EmbeddingBody,
+    model: str,  # name of the model in the answer
+    is_over: threading.Event,  # set when nobody waits for the answer any more
+) -> dict[str, Any]:
     """Compute the answer: embeddings of length 1.
 
-    Parameters
-    ----------
-    encoder : EncoderProtocol
-        Encoder.
-    body : EmbeddingBody
-        Request.
-    model : str
-        Name of the model in the answer.
-    is_over : threading.Event
-        Set when nobody waits for the answer any more.
-
-    Raises
-    ------
-    ApiError, RequestError, UnicodeEncodeError
-        If a text is empty, too long or not Unicode, or other `dimensions` than the model's are asked for.
+    Raises ApiError, RequestError, UnicodeEncodeError if a text is empty, too long or not Unicode, or other `dimensions`
+    than the model's are asked for.
     """
     data, count = [], 0
     for index, text in enumerate(body.inputs):

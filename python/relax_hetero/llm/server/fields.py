@@ -106,9 +106,7 @@ NEUTRAL_STREAM_VALUES = _rows(("continuous_usage_stats", (False,)))
 """Fields of ``stream_options``."""
 
 NEUTRAL_MESSAGE_VALUES = _rows(
-    ("name function_call audio", ("",)),
-    ("tool_calls images videos", ([],)),
-    ("prefix partial continue", (False,)),
+    ("name function_call audio", ("",)), ("tool_calls images videos", ([],)), ("prefix partial continue", (False,))
 )
 """Fields of messages; fields that the template uses are not refused."""
 
@@ -143,14 +141,8 @@ def is_neutral(name: str, value: Any, rows: Mapping[str, tuple[Any, ...]]) -> bo
 def refuse_unsupported_fields(fields: Mapping[str, Any], rows: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
     """Raise ApiError for the first unsupported field that does not have a neutral value.
 
-    Parameters
-    ----------
-    fields : mapping of str to object
-        Fields that the endpoint does not support.
-    rows : mapping of str to tuple of object
-        Neutral values by field, such as `NEUTRAL_VALUES`.
-    prefix : str
-        Prefix of the names in errors, such as ``stream_options.``.
+    `fields`: fields that the endpoint does not support; `rows`: neutral values by field, such as `NEUTRAL_VALUES`;
+    `prefix`: prefix of the names in errors, such as ``stream_options.``.
     """
     for name, value in fields.items():
         if not is_neutral(name, value, rows):

@@ -18,29 +18,15 @@ _OPEN_PATHS = ("/health", "/metrics")
 
 
 class Guard:
-    """ASGI middleware around the application.
-
-    Parameters
-    ----------
-    app : ASGIApp
-        Application.
-    api_key : str or None
-        Key that all paths except ``/health`` and ``/metrics`` require; None for none.
-    body_bytes : int
-        Maximum number of bytes of a body.
-    body_seconds : float
-        Maximum time to receive a body.
-    on_answer : callable
-        Called with the path and status of each answer.
-    """
+    """ASGI middleware around the application."""
 
     def __init__(
         self,
         app: ASGIApp,
-        api_key: str | None,
-        body_bytes: int,
-        on_answer: Callable[[str, int], None],
-        body_seconds: float = 30.0,
+        api_key: str | None,  # key that all paths except ``/health`` and ``/metrics`` require; None for none
+        body_bytes: int,  # maximum number of bytes of a body
+        on_answer: Callable[[str, int], None],  # called with the path and status of each answer
+        body_seconds: float = 30.0,  # maximum time to receive a body
     ) -> None:
         self._app, self._key, self._max_body_bytes, self._on_answer = app, api_key, body_bytes, on_answer
         self._seconds = body_seconds

@@ -20,39 +20,23 @@ NAME = "relax_hetero_llm"
 
 
 def run_replicas(
+    # Called in each replica; returns its `engine`, chat `template` and, optionally, `encoder` and `sampling_defaults`
+    # of the settings.
     load: Callable[[], Mapping[str, Any]],
     settings: Settings,
     replicas: int,
+    # Address that Ray Serve listens on.
     host: str,
     port: int,
-    on_ready: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,  # called with the URL once all replicas are ready
+    # GPUs of each replica, which sees no others; a fraction is a share of one. Those of a replica access each other's
+    # memory where enough GPUs do, unless Ray runs already.
     gpus: float = 0,
 ) -> None:
     """Serve with several replicas until Ctrl-C.
 
-    Each replica is a Ray process with an engine of its own; limits apply per replica.
-
-    Parameters
-    ----------
-    load : callable
-        Called in each replica; returns its `engine`, chat `template` and, optionally, `encoder` and `sampling_defaults`
-        of the settings.
-    settings : Settings
-        Settings of the server.
-    replicas : int
-        Number of replicas.
-    host, port
-        Address that Ray Serve listens on.
-    on_ready : callable, optional
-        Called with the URL once all replicas are ready.
-    gpus : float
-        GPUs of each replica, which sees no others; a fraction is a share of one. Those of a replica access each
-        other's memory where enough GPUs do, unless Ray runs already.
-
-    Raises
-    ------
-    HeteroError
-        If Ray Serve is not installed, or a replica does not start.
+    Each replica is a Ray process with an engine of its own; limits apply per replica. Raises HeteroError if Ray Serve
+    is not installed, or a replica does not start.
     """
     serve = _ray_serve()
 

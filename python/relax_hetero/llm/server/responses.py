@@ -29,24 +29,14 @@ class ChoiceDelta:
 
 
 class Choices:
-    """Choices of one call, with a time limit for all of them.
+    """Choices of one call, with a time limit for all of them."""
 
-    Parameters
-    ----------
-    requests : sequence of Request
-        Request of each choice.
-    prefixes : sequence of str
-        Text that precedes the model's, for each choice (``echo``).
-    seconds : float
-        Time limit.
-
-    Attributes
-    ----------
-    requests, prefixes, seconds
-        As above.
-    """
-
-    def __init__(self, requests: Sequence[Request], prefixes: Sequence[str], seconds: float) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],  # request of each choice
+        prefixes: Sequence[str],  # text that precedes the model's, for each choice (``echo``)
+        seconds: float,  # time limit
+    ) -> None:
         self.requests, self.prefixes = list(requests), list(prefixes)
         self.seconds, self._expired = seconds, False
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
@@ -155,13 +145,7 @@ class _Responses:
 
     def _response(self, choices: list[dict[str, Any]], is_chunk: bool = False) -> dict[str, Any]:
         kind = f"{self._kind}.chunk" if is_chunk and self._kind.startswith("chat") else self._kind
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """See `ResponseFormat`."""
@@ -217,13 +201,7 @@ class CompletionResponses(_Responses):
 
 
 class ChatResponses(_Responses):
-    """JSON of ``/v1/chat/completions``.
-
-    Attributes
-    ----------
-    answers : list of AnswerMessages
-        Answer of each choice.
-    """
+    """JSON of ``/v1/chat/completions``. `answers`: answer of each choice."""
 
     def __init__(self, tokenizer: TokenizerProtocol, model: str, logprobs: bool) -> None:
         super().__init__(tokenizer, model, "chat.completion", "chatcmpl", logprobs)

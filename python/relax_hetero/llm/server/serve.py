@@ -31,13 +31,7 @@ GRACE_SECONDS = 10
 
 
 class Connections:
-    """Open connections of a server, least recently answered first.
-
-    Parameters
-    ----------
-    limits : Limits
-        Limits of the server.
-    """
+    """Open connections of a server, least recently answered first. `limits`: limits of the server."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -78,17 +72,8 @@ class Connections:
 class Connection(H11Protocol):
     """HTTP connection with timeouts for clients that do not send a request or do not read the answer.
 
-    Parameters
-    ----------
-    connections : Connections
-        All connections of the server.
-    options : object
-        Options of uvicorn's class.
-
-    Attributes
-    ----------
-    address : str
-        Address of the client, or its /64 network with IPv6, all of whose addresses belong to one client.
+    `connections`: all connections of the server; `options`: options of uvicorn's class; `address`: address of the
+    client, or its /64 network with IPv6, all of whose addresses belong to one client.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:
@@ -227,36 +212,16 @@ def make_server(
 
 
 def serve(
-    engine: Engine | None,
+    engine: Engine | None,  # engine; not closed. None for an encoder alone.
     settings: Settings,
-    template: ChatTemplate | None = None,
+    template: ChatTemplate | None = None,  # chat template of the model
+    # Address to listen on; port 0 for any free port.
     host: str = "127.0.0.1",
     port: int = 8000,
-    on_ready: Callable[[str], None] | None = None,
-    encoder: EncoderProtocol | None = None,
+    on_ready: Callable[[str], None] | None = None,  # called with the URL once the server listens
+    encoder: EncoderProtocol | None = None,  # model of ``/v1/embeddings``
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM.
-
-    Parameters
-    ----------
-    engine : Engine or None
-        Engine; not closed. None for an encoder alone.
-    settings : Settings
-        Settings of the server.
-    template : ChatTemplate, optional
-        Chat template of the model.
-    host, port
-        Address to listen on; port 0 for any free port.
-    on_ready : callable, optional
-        Called with the URL once the server listens.
-    encoder : EncoderProtocol, optional
-        Model of ``/v1/embeddings``.
-
-    Raises
-    ------
-    HeteroError
-        If it cannot listen on the address.
-    """
+    """Serve until Ctrl-C or SIGTERM. Raises HeteroError if it cannot listen on the address."""
     with _listen(host, port) as listener:
         address, actual_port = listener.getsockname()[:2]
         if on_ready is not None:

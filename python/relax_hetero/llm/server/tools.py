@@ -68,19 +68,8 @@ class ToolUse:
     def from_fields(cls, tools: Sequence[Tool] | None, choice: str | ToolChoice | None, several: bool) -> ToolUse:
         """Combine the fields of a body.
 
-        Parameters
-        ----------
-        tools : sequence of Tool, optional
-            Field ``tools``.
-        choice : str or ToolChoice, optional
-            Field ``tool_choice``.
-        several : bool
-            Field ``parallel_tool_calls``.
-
-        Raises
-        ------
-        ApiError
-            If they contradict each other.
+        `tools`: field ``tools``; `choice`: field ``tool_choice``; `several`: field ``parallel_tool_calls``. Raises
+        ApiError if they contradict each other.
         """
         names = [tool.function.name for tool in tools or ()]
         if len(names) > _MAX_TOOLS:
@@ -108,54 +97,28 @@ class ToolUse:
 
 
 class AnswerFormats:
-    """Format of the answers of one model.
+    """Format of the answers of one model. Raises HeteroError if there is no format of this name."""
 
-    Parameters
-    ----------
-    template : ChatTemplate
-        Chat template, which has the format.
-    control : mapping of str to int
-        Control tokens of the model.
-    call_format : str, optional
-        Name of the format of calls; by default it is known from the template.
-
-    Attributes
-    ----------
-    calls : CallFormat or None
-        Format of calls, if it is known.
-    control
-        As above.
-    reasoning : Reasoning or None
-        Texts around reasoning, if answers may have one.
-    parses_always : bool
-        Whether `calls` parses reasoning and text, too, so that it is needed without tools.
-    visible_tokens : tuple of str
-        As for `SamplingParams`.
-
-    Raises
-    ------
-    HeteroError
-        If there is no format of this name.
-    """
-
-    def __init__(self, template: ChatTemplate, control: Mapping[str, int], call_format: str | None = None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,  # chat template, which has the format
+        control: Mapping[str, int],  # control tokens of the model
+        call_format: str | None = None,  # name of the format of calls; by default it is known from the template
+    ) -> None:
+        # Format of calls, if it is known.
         self.calls = format_of_template(template.source) if call_format is None else format_named(call_format)
         self.control = control
         own = self.calls.reasoning if self.calls is not None else None
+        # Texts around reasoning, if answers may have one.
         self.reasoning = own or reasoning_of_template(template.source)
+        # Whether `calls` parses reasoning and text, too, so that it is needed without tools.
         self.parses_always = own is not None
         self._shows_tools = "tools" in template.source
         seen = (*(self.calls.control if self.calls else ()), *(self.reasoning or ()))
-        self.visible_tokens = tuple(name for name in seen if name in control)
+        self.visible_tokens = tuple(name for name in seen if name in control)  # as for `SamplingParams`
 
     def check(self, use: ToolUse) -> None:
-        """Raise ApiError if the model cannot use tools.
-
-        Parameters
-        ----------
-        use : ToolUse
-            Tools of a request.
-        """
+        """Raise ApiError if the model cannot use tools."""
         if use.tools and not self._shows_tools:
             raise ApiError(400, "tools: the model's chat template leaves them out", "tools")
         if use.tools and self.calls is None:
@@ -164,25 +127,15 @@ class AnswerFormats:
             raise ApiError(400, f"tools: {found}, expected one, or the server's option --tool-format", "tools")
 
     def answers(
-        self, use: ToolUse, prompt: str, continued: str | None = None, splits_reasoning: bool = True
+        self,
+        use: ToolUse,  # tools of the request
+        prompt: str,
+        continued: str | None = None,  # text of the message that the answer continues
+        splits_reasoning: bool = True,  # whether reasoning is apart from the text of an answer
     ) -> Answers:
         """Format of the answers to one prompt.
 
-        Parameters
-        ----------
-        use : ToolUse
-            Tools of the request.
-        prompt : str
-            Prompt.
-        continued : str, optional
-            Text of the message that the answer continues.
-        splits_reasoning : bool
-            Whether reasoning is apart from the text of an answer.
-
-        Raises
-        ------
-        ApiError
-            If a text is to be continued by a call, in a format with marks around both.
+        Raises ApiError if a text is to be continued by a call, in a format with marks around both.
         """
         reasoning, end, is_open = self.reasoning, prompt[-256:].rstrip(), False
         if reasoning is not None and not self.parses_always:
@@ -223,10 +176,7 @@ class Answers:
     def form(self, form: StructuredOutputs | None) -> StructuredOutputs | None:
         """Form of an answer: calls if they are forced, else `form`, else calls of strict tools that the model begins.
 
-        Parameters
-        ----------
-        form : StructuredOutputs or None
-            Form that the request asks for.
+        `form`: form that the request asks for.
         """
         formats, use = self.formats, self.use
         content = "" if formats.calls is None or self.continues_text else formats.calls.content
@@ -249,14 +199,8 @@ class Answers:
 class AnswerMessages:
     """Messages and deltas in OpenAI's form, made of the parts of one answer.
 
-    Parameters
-    ----------
-    parser : AnswerParser
-        Parser of the answer.
-    row : CallFormat or None
-        Format of calls; None if there cannot be any.
-    splits_reasoning : bool
-        Whether reasoning is apart from the text.
+    `parser`: parser of the answer; `row`: format of calls, None if there cannot be any; `splits_reasoning`: whether
+    reasoning is apart from the text.
     """
 
     def __init__(self, parser: AnswerParser, row: CallFormat | None, splits_reasoning: bool = True) -> None:
@@ -266,12 +210,7 @@ class AnswerMessages:
     def delta(self, text: str, is_end: bool) -> dict[str, Any]:
         """Growth of the message after more text, which may be the last.
 
-        Parameters
-        ----------
-        text : str
-            Text to append to the answer.
-        is_end : bool
-            Whether the answer is complete.
+        `text`: text to append to the answer; `is_end`: whether the answer is complete.
         """
         parts = self._parser.feed(text) + (self._parser.finish() if is_end else [])
         delta: dict[str, Any] = {}
@@ -295,13 +234,7 @@ class AnswerMessages:
         calls[-1]["function"]["arguments"] += text
 
     def message(self, text: str) -> dict[str, Any]:
-        """Message of a complete answer.
-
-        Parameters
-        ----------
-        text : str
-            Whole answer.
-        """
+        """Message of a complete answer."""
         delta = self.delta(text, True)
         for call in delta.get("tool_calls", ()):
             del call["index"]

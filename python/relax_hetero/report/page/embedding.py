@@ -20,10 +20,7 @@ _MAX_PLAIN_CHARACTERS = 64 * 1024
 def text_of(data: dict[str, Any]) -> str:
     """Serialize the data of a report as JSON; NaN and infinities become null.
 
-    Raises
-    ------
-    HeteroError
-        If the data is not a report of this schema, or JSON cannot hold it.
+    Raises HeteroError if the data is not a report of this schema, or JSON cannot hold it.
     """
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         schema = data.get("schema") if isinstance(data, dict) else type(data).__name__

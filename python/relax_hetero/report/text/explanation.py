@@ -133,10 +133,7 @@ class Explanation:
     def tables(self, *sections: str) -> Iterator[Shown]:
         """Iterate over the tables of `SECTIONS`; without any, an overview that is short for any model.
 
-        Raises
-        ------
-        BindingError
-            If a name is not a section or "all".
+        Raises BindingError if a name is not a section or "all".
         """
         for name in sections:
             if name not in (*SECTIONS, ALL):
@@ -294,10 +291,7 @@ def explain(executable: Executable, sections: Sequence[str], file: TextIO | None
 def explanation_of(executable: Executable, model: str = "") -> Explanation:
     """Read the explanation of an executable; needs neither its devices nor the compiler.
 
-    Raises
-    ------
-    HeteroError
-        If the executable has no placement report.
+    Raises HeteroError if the executable has no placement report.
     """
     metadata = executable.metadata
     if metadata.placement is None:

@@ -53,10 +53,7 @@ def _driver_version() -> str:
         return ""
     try:
         result = subprocess.run(
-            [program, "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
+            [program, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -68,12 +65,8 @@ def run_self_test(
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Run the self-test in a process of its own; return findings about devices and tools, and the devices it lists.
 
-    Parameters
-    ----------
-    command : list of str, optional
-        Command line of the process, by default of the module `self_test`.
-    timeout : float
-        Time limit of the process in seconds.
+    `command`: command line of the process, by default of the module `self_test`; `timeout`: time limit of the process
+    in seconds.
     """
     output, failure = _run_process(command or [sys.executable, "-m", _SELF_TEST_MODULE], timeout)
     devices: list[dict[str, Any]] = output.get("devices") or []

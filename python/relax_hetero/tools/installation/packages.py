@@ -108,12 +108,7 @@ def extra_findings() -> list[Finding]:
 def dependencies_of(extra: str) -> list[Dependency]:
     """Packages that an extra requires on this machine; an empty name means the required packages.
 
-    Raises
-    ------
-    PackageNotFoundError
-        If relax_hetero is not installed.
-    ImportError
-        If ``packaging`` is missing.
+    Raises PackageNotFoundError if relax_hetero is not installed, and ImportError if ``packaging`` is missing.
     """
     return [_dependency(requirement) for requirement in _requirements(extra)]
 

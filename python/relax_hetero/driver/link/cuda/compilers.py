@@ -106,12 +106,7 @@ class CompileError(Exception):
 class CudaCompiler:
     """A compiler, used in a `with` statement; `compile` is thread-safe.
 
-    Attributes
-    ----------
-    name : str
-        Name in messages.
-    identity : str
-        Text that differs between compilers that may generate different code.
+    `name`: name in messages; `identity`: text that differs between compilers that may generate different code.
     """
 
     name: str
@@ -135,12 +130,7 @@ class CudaCompiler:
 class NvrtcCompiler(CudaCompiler):
     """NVRTC in worker processes, one for each thread that compiles.
 
-    Parameters
-    ----------
-    library : Path
-        ``libnvrtc.so`` of any version.
-    includes : tuple of Path
-        Folders of CUDA's headers.
+    `library`: ``libnvrtc.so`` of any version; `includes`: folders of CUDA's headers.
     """
 
     def __init__(self, library: Path, includes: tuple[Path, ...]) -> None:
@@ -301,13 +291,7 @@ class NvccCompiler(CudaCompiler):
 
 
 def find_compiler() -> CudaCompiler:
-    """The CUDA compiler of this computer.
-
-    Raises
-    ------
-    BuildError
-        No compiler; the message tells how to install one.
-    """
+    """The CUDA compiler of this computer. Raises BuildError without one; the message tells how to install one."""
     paths = _find_paths(os.environ.get(CHOICE, ""))
     if paths is None:
         raise BuildError(

@@ -78,12 +78,7 @@ class CudaPart:
 def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
     """Generate the host code and the sources of a module's kernels.
 
-    Parameters
-    ----------
-    group : tvm.IRModule
-        PrimFuncs for the target.
-    target : tvm.target.Target
-        Target with a host.
+    `target`: target with a host.
     """
     mod = tirx.transform.BindTarget(target)(_rename_private_kernels(group))
     pipeline, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)

@@ -28,21 +28,15 @@ _MAX_PROCESSES = 32
 
 
 def compile_kernels(
-    sources: Sequence[KernelSource], folder: CacheFolder | None = None, on_done: Callable[[int], None] | None = None
+    sources: Sequence[KernelSource],
+    folder: CacheFolder | None = None,  # cache of machine code
+    # Called in this thread with the number of further sources that are done.
+    on_done: Callable[[int], None] | None = None,
 ) -> list[bytes]:
     """Compile sources, equal ones once; returns their machine code in order.
 
-    Parameters
-    ----------
-    folder : CacheFolder, optional
-        Cache of machine code.
-    on_done : callable, optional
-        Called in this thread with the number of further sources that are done.
-
-    Raises
-    ------
-    BuildError
-        No compiler, or a kernel that does not compile; the message has the kernel, the target and the first error.
+    Raises BuildError without a compiler, or for a kernel that does not compile; the message has the kernel, the target
+    and the first error.
     """
     if not sources:
         return []
@@ -109,16 +103,8 @@ def link_parts(
 def import_kernels(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:
     """Import the kernels of a part into its host code.
 
-    Parameters
-    ----------
-    codes : sequence of bytes
-        Machine code of each of the part's sources.
-
-    Returns
-    -------
-    dict of str to bytes
-        Code by `source_key` of kernels that TVM can only import as source, because its CUDA runtime is absent; it is
-        inserted when a file is written.
+    `codes`: machine code of each of the part's sources. Returns the code by `source_key` of kernels that TVM can only
+    import as source, because its CUDA runtime is absent; it is inserted when a file is written.
     """
     machine_code = {}
     for source, code in zip(part.sources, codes, strict=True):

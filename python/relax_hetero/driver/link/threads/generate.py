@@ -37,12 +37,7 @@ def header() -> str:
 def generate(architecture: str, python: str = sys.executable) -> str:
     """Translate `workers.c` to LLVM IR for an architecture.
 
-    Parameters
-    ----------
-    architecture : str
-        A member of `ARCHITECTURES`.
-    python : str
-        Interpreter with the package ziglang.
+    `architecture`: a member of `ARCHITECTURES`; `python`: interpreter with the package ziglang.
     """
     command = [python, "-m", "ziglang", "cc", "-target", f"{architecture}-linux-gnu", *_FLAGS, str(SOURCE), "-o"]
     with tempfile.TemporaryDirectory() as folder:  # zig does not treat "-" as standard output

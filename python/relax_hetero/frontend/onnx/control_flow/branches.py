@@ -26,11 +26,8 @@ _BRANCHES = ("then_branch", "else_branch")
 def convert_if(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, condition: Any) -> list[Any]:
     """Convert an `If`; if its condition is constant, only the chosen branch.
 
-    Raises
-    ------
-    FrontendError
-        If the branches differ in element types, ranks, numbers of outputs, or lengths of sequences, or if one cannot be
-        converted and inputs have symbolic sizes.
+    Raises FrontendError if the branches differ in element types, ranks, numbers of outputs, or lengths of sequences, or
+    if one cannot be converted and inputs have symbolic sizes.
     """
     graphs = {name: inner_graph(node, name, info) for name in _BRANCHES}
     if condition is None:
@@ -82,17 +79,8 @@ def join_branches(
 ) -> list[relax.Expr]:
     """Emit an `If` on a boolean scalar, the first branch being the true one, and return its results.
 
-    Parameters
-    ----------
-    branches : sequence of (list of relax.Binding, list of object)
-        Bindings and results of both, collected at the builder's position.
-    titles : sequence of str
-        Name of each result in messages.
-
-    Raises
-    ------
-    FrontendError
-        If the branches differ in element types, ranks, or lengths of sequences.
+    `branches`: bindings and results of both, collected at the builder's position; `titles`: name of each result in
+    messages. Raises FrontendError if the branches differ in element types, ranks, or lengths of sequences.
     """
     (_, then_values), (_, other_values) = branches
     pairs = list(zip(then_values, other_values, strict=True))

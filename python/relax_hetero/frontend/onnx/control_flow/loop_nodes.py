@@ -69,10 +69,7 @@ _MAX_ATTEMPTS = 8
 def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
     """Convert a loop to a function of the module and return its last state and its rows.
 
-    Raises
-    ------
-    FrontendError
-        If a trip changes the element type or rank of a value, or a shape is unknown.
+    Raises FrontendError if a trip changes the element type or rank of a value, or a shape is unknown.
     """
     bb = importer.bb
     initial = [tensor_of(importer, value, loop.title) for value in loop.state]
@@ -205,12 +202,12 @@ class _Attempt:
         bb.begin_scope(row_vars)
         try:
             with importer.block(loop.info) as bindings:
-                proceeds = bb.emit(relax.op.less(trip, limit))
+                proceeds = bb.emit(trip < limit)
                 if self.has_condition:
                     proceeds = bb.emit(relax.op.logical_and(proceeds, body_params[2]))
                 with importer.block(loop.info) as then_bindings:
                     importer.adopt([*body], loop.info)
-                    next_trip = bb.emit(relax.op.add(trip, number(1, "int64")))
+                    next_trip = bb.emit(trip + number(1, "int64"))
                     grown_rows = [
                         self._append(old, row, trip, limit, is_fixed)
                         for old, row, is_fixed in zip(row_vars, rows, is_preallocated, strict=True)
@@ -345,10 +342,7 @@ class NotUnrolledError(Exception):
 def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[relax.Expr]]:
     """Convert the bodies of at most `count` trips one after the other; return the last state and the rows.
 
-    Raises
-    ------
-    NotUnrolledError
-        If the condition of the next trip is not constant.
+    Raises NotUnrolledError if the condition of the next trip is not constant.
     """
     if loop.condition is not None and known_number(loop.condition) is None:
         raise NotUnrolledError
@@ -424,15 +418,8 @@ def with_products_in_front(
 ) -> tuple[onnx.GraphProto, list[NodeInfo], list[relax.Expr]]:
     """Hoist products of slices out of a `Scan`: ``xt @ W`` of each slice is a slice of one product ``x @ W``.
 
-    Parameters
-    ----------
-    inputs : list of relax.Expr
-        Scanned tensors, the scanned axis first.
-
-    Returns
-    -------
-    body, infos, products
-        The body without the products, the names of its nodes, and the products as scanned tensors.
+    `inputs`: scanned tensors, the scanned axis first. Returns the body without the products, the names of its nodes,
+    and the products as scanned tensors.
     """
     positions = {product.position for product in products}
     remainder = onnx.GraphProto()
@@ -465,11 +452,8 @@ class Results(NamedTuple):
 def run(importer: Importer, loop: Loop) -> Results:
     """Convert a loop, unrolled or as a function.
 
-    Raises
-    ------
-    FrontendError
-        If its number of trips is not static, and it carries an optional, or a sequence that its body does more with
-        than append to it.
+    Raises FrontendError if its number of trips is not static, and it carries an optional, or a sequence that its body
+    does more with than append to it.
     """
     count = _max_trips(loop)
     has_sequences = any(map(is_sequence, loop.state))
@@ -503,10 +487,7 @@ def _max_trips(loop: Loop) -> int | None:
 def convert_loop(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any]) -> list[Any]:
     """Convert a `Loop`; its outputs are the last state, then the rows.
 
-    Raises
-    ------
-    FrontendError
-        If its graph's inputs and outputs do not fit the node, or it cannot be imported.
+    Raises FrontendError if its graph's inputs and outputs do not fit the node, or it cannot be imported.
     """
     title, body, nodes = f"node {info}", inner_graph(node, "body", info), info.subgraphs["body"]
     limit, condition, *state = [*operands, None, None][: max(2, len(operands))]
@@ -559,10 +540,7 @@ def convert_scan(
 ) -> list[Any]:
     """Convert a `Scan`; its outputs are the last state, then the rows in the requested axes and directions.
 
-    Raises
-    ------
-    FrontendError
-        If its graph does not fit the node, or its scanned inputs differ in length.
+    Raises FrontendError if its graph does not fit the node, or its scanned inputs differ in length.
     """
     title, count = f"node {info}", int(attribute_of(node, "num_scan_inputs", 0))
     if opset < 9:

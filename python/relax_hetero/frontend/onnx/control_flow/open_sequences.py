@@ -35,10 +35,7 @@ def is_sequence(value: Any) -> bool:
 def with_rows_for_sequences(importer: Importer, loop: Loop) -> tuple[Loop, Finish]:
     """Replace the sequences in a loop's state by rows; return the new loop and the conversion of its results.
 
-    Raises
-    ------
-    FrontendError
-        During conversion of the body, if it does more with a sequence than append to it.
+    Conversion of the body raises FrontendError if it does more with a sequence than append to it.
     """
     sequences = [index for index, value in enumerate(loop.state) if is_sequence(value)]
     joined = _sequences_to_join(importer, loop, sequences)
@@ -161,12 +158,8 @@ def convert_sequence_map(
 ) -> list[Any]:
     """Convert the graph of a `SequenceMap` for each element of a sequence of static length.
 
-    Inputs after the first one may be tensors, which are passed with every element.
-
-    Raises
-    ------
-    FrontendError
-        If the first input is not a sequence, or sequences differ in length.
+    Inputs after the first one may be tensors, which are passed with every element. Raises FrontendError if the first
+    input is not a sequence, or sequences differ in length.
     """
     title, body = f"node {info}", inner_graph(node, "body", info)
     inputs = [elements_of(importer, value) for value in operands]

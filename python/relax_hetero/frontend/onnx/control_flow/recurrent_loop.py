@@ -22,10 +22,7 @@ _OPS_PER_STEP = 16
 def convert_recurrent(importer: Importer, node: Node, info: NodeInfo) -> list[relax.Expr] | None:
     """Convert a recurrent node to a loop over its steps; None if it has a kernel or few steps: see its converter.
 
-    Raises
-    ------
-    FrontendError
-        If its inputs do not match, or it has an activation that cannot be imported.
+    Raises FrontendError if its inputs do not match, or it has an activation that cannot be imported.
     """
     steps = steps_of(node)
     if has_kernel(node) or (isinstance(steps, int) and steps <= MAX_STEPS):

@@ -32,12 +32,8 @@ class ImportedLoop:
 class Importer(Protocol):
     """Importer as loops and branches see it.
 
-    Attributes
-    ----------
-    loops : list of ImportedLoop
-        The functions of loops, inner ones first.
-    constant_bindings : dict of relax.Var to relax.Binding
-        The bindings of variables that are computed from constants only, in program order.
+    `loops`: the functions of loops, inner ones first; `constant_bindings`: the bindings of variables that are computed
+    from constants only, in program order.
     """
 
     bb: relax.BlockBuilder
@@ -126,10 +122,8 @@ def number(value: int | bool, dtype: str) -> relax.Expr:
 def scalar(importer: Importer, value: Any, dtype: str, what: str) -> relax.Expr:
     """Convert a value of one element to a scalar tensor.
 
-    Raises
-    ------
-    FrontendError
-        If it is not a tensor, or has another element type or more elements; the text begins with `what`.
+    Raises FrontendError if it is not a tensor, or has another element type or more elements; the text begins with
+    `what`.
     """
     value = importer.as_tensor(value)
     if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):

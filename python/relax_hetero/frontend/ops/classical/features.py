@@ -33,8 +33,8 @@ def vector(node: Node, name: str, default: float, dtype: str = "float32") -> rel
 def scaler(node: Node) -> relax.Expr:
     """(x - offset) * scale in float32, by feature."""
     data = cast(node, node.tensor(0), "float32")
-    shifted = node.emit(relax.op.subtract(data, vector(node, "offset", 0.0)))
-    return node.emit(relax.op.multiply(shifted, vector(node, "scale", 1.0)))
+    shifted = node.emit(data - vector(node, "offset", 0.0))
+    return node.emit(shifted * vector(node, "scale", 1.0))
 
 
 @converts("Normalizer", domain=CLASSICAL)
@@ -47,12 +47,12 @@ def normalizer(node: Node) -> relax.Expr:
     elif norm == "L1":
         size = relax.op.sum(relax.op.abs(data), [-1], keepdims=True)
     elif norm == "L2":
-        size = relax.op.sqrt(relax.op.sum(relax.op.multiply(data, data), [-1], keepdims=True))
+        size = relax.op.sqrt(relax.op.sum(data * data, [-1], keepdims=True))
     else:
         raise node.refusal(f"found norm {norm!r}, expected MAX, L1 or L2")
     size = node.emit(size)
     safe = node.emit(relax.op.where(relax.op.equal(size, const(0, "float32")), const(1, "float32"), size))
-    return node.emit(relax.op.divide(data, safe))
+    return node.emit(data / safe)
 
 
 @converts("Imputer", domain=CLASSICAL)
@@ -72,7 +72,7 @@ def binarizer(node: Node) -> relax.Expr:
     """1 where x > threshold, else 0."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    above = node.emit(relax.op.greater(data, const(node.attribute("threshold", 0.0), dtype)))
+    above = node.emit(data > const(node.attribute("threshold", 0.0), dtype))
     return cast(node, above, dtype)
 
 
@@ -179,13 +179,7 @@ def _array(tensor: object) -> np.ndarray:
 
 
 def _key_or_value_array(node: Node, name: str) -> np.ndarray:
-    """Keys or values from one of the attributes that can hold them.
-
-    Raises
-    ------
-    FrontendError
-        If they are strings.
-    """
+    """Keys or values from one of the attributes that can hold them. Raises FrontendError if they are strings."""
     if f"{name}_int64s" in node.attributes:
         return np.array(node.attributes[f"{name}_int64s"], "int64")
     if f"{name}_floats" in node.attributes:

@@ -28,7 +28,7 @@ def _scores(node: Node, count: int) -> relax.Expr:
         return result
     if len(intercepts) != count:
         raise node.refusal(f"has {len(intercepts)} intercepts for {count} targets")
-    return node.emit(relax.op.add(result, const(np.array(intercepts), "float32")))
+    return node.emit(result + const(np.array(intercepts), "float32"))
 
 
 @converts("LinearRegressor", domain=CLASSICAL)
@@ -53,6 +53,6 @@ def linear_classifier(node: Node) -> relax.Expr:
 def _classify_by_one_score(node: Node, labels: np.ndarray) -> relax.Expr:
     """Two classes by one score, positive for the second."""
     score = _scores(node, 1)
-    above = node.emit(relax.op.greater(node.emit(relax.op.squeeze(score, [1])), const(0, "float32")))
+    above = node.emit(node.emit(relax.op.squeeze(score, [1])) > const(0, "float32"))
     columns = two_columns(node, score, ("LOGISTIC",))
     return node.outputs([labels_from(node, cast(node, above, "int64"), labels), columns])

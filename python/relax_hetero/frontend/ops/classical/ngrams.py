@@ -16,10 +16,7 @@ _MODES = ("TF", "IDF", "TFIDF")
 def _pool(node: Node) -> list[np.ndarray]:
     """The n-grams of each length from 1 on, as rows.
 
-    Raises
-    ------
-    FrontendError
-        If they are strings, or do not match their counts.
+    Raises FrontendError if they are strings, or do not match their counts.
     """
     if node.attribute("pool_strings"):
         raise node.refusal("its n-grams are strings, which no tensor holds; give words as numbers")
@@ -68,11 +65,11 @@ def tfidf_vectorizer(node: Node) -> relax.Expr:
     counts = node.emit(relax.op.concat(parts, axis=1)) if len(parts) > 1 else parts[0]
     result = node.emit(relax.op.take(counts, const(np.minimum(column_of, total), "int64"), 1, "fast"))
     if mode == "IDF":
-        result = node.emit(relax.op.astype(relax.op.greater(result, const(0, "float32")), "float32"))
+        result = node.emit(relax.op.astype(result > const(0, "float32"), "float32"))
     if mode != "TF" and weights.size:
         output_weights = np.zeros(size, "float32")  # by output index, as in ONNX's reference
         output_weights[: weights.size] = weights[:size]
-        result = node.emit(relax.op.multiply(result, const(output_weights)))
+        result = node.emit(result * const(output_weights))
     return result if node.rank(data) == 2 else node.emit(relax.op.squeeze(result, [0]))
 
 

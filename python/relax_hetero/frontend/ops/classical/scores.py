@@ -17,10 +17,7 @@ _ZERO_BOUND = 1e-7
 def transformed(node: Node, scores: relax.Expr, name: str | None = None) -> relax.Expr:
     """Apply `post_transform`, by default the node's, to scores (rows, classes).
 
-    Raises
-    ------
-    FrontendError
-        If the name is unknown.
+    Raises FrontendError if the name is unknown.
     """
     name = node.attribute("post_transform", "NONE") if name is None else name
     if name not in TRANSFORMS:
@@ -38,11 +35,11 @@ def _softmax_of_nonzero(node: Node, scores: relax.Expr) -> relax.Expr:
     """Softmax over nonzero scores; zeros stay near 0."""
     dtype = dtype_of(scores)
     maximum = node.emit(relax.op.max(scores, [-1], keepdims=True))
-    is_scored = node.emit(relax.op.greater(node.emit(relax.op.abs(scores)), const(_ZERO_BOUND, dtype)))
-    power = node.emit(relax.op.exp(node.emit(relax.op.subtract(scores, maximum))))
+    is_scored = node.emit(node.emit(relax.op.abs(scores)) > const(_ZERO_BOUND, dtype))
+    power = node.emit(relax.op.exp(node.emit(scores - maximum)))
     total = node.emit(relax.op.sum(relax.op.where(is_scored, power, const(0, dtype)), [-1], keepdims=True))
-    small = node.emit(relax.op.multiply(scores, node.emit(relax.op.exp(node.emit(relax.op.negative(maximum))))))
-    return node.emit(relax.op.divide(node.emit(relax.op.where(is_scored, power, small)), total))
+    small = node.emit(scores * node.emit(relax.op.exp(node.emit(-maximum))))
+    return node.emit(node.emit(relax.op.where(is_scored, power, small)) / total)
 
 
 def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
@@ -52,33 +49,26 @@ def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
     def number(value: float) -> relax.Expr:
         return const(value, dtype)
 
-    x = node.emit(relax.op.subtract(relax.op.multiply(scores, number(2)), number(1)))
-    product = relax.op.multiply(relax.op.subtract(number(1), x), relax.op.add(number(1), x))
+    x = node.emit(scores * number(2) - number(1))
+    product = (number(1) - x) * (number(1) + x)
     log = node.emit(relax.op.log(product))
-    half = node.emit(relax.op.add(number(2 / (3.14159 * 0.147)), relax.op.multiply(number(0.5), log)))
-    inner = relax.op.subtract(relax.op.multiply(half, half), relax.op.multiply(number(1 / 0.147), log))
-    root = node.emit(relax.op.sqrt(relax.op.subtract(relax.op.sqrt(inner), half)))
-    sign = node.emit(relax.op.where(relax.op.less(x, number(0)), number(-1), number(1)))
-    return node.emit(relax.op.multiply(relax.op.multiply(number(1.41421356), sign), root))
+    half = node.emit(number(2 / (3.14159 * 0.147)) + number(0.5) * log)
+    inner = half * half - number(1 / 0.147) * log
+    root = node.emit(relax.op.sqrt(relax.op.sqrt(inner) - half))
+    sign = node.emit(relax.op.where(x < number(0), number(-1), number(1)))
+    return node.emit(number(1.41421356) * sign * root)
 
 
 def two_columns(node: Node, score: relax.Expr, mirrored: tuple[str, ...]) -> relax.Expr:
     """Scores of two classes by one score of the second, (rows, 1), as in ONNX Runtime, which omits a softmax.
 
-    Parameters
-    ----------
-    mirrored : tuple of str
-        Transforms with which the first class has minus the score; with others it has one minus the score.
-
-    Raises
-    ------
-    FrontendError
-        If the transform is PROBIT.
+    `mirrored`: transforms with which the first class has minus the score; with others it has one minus the score.
+    Raises FrontendError if the transform is PROBIT.
     """
     name = node.attribute("post_transform", "NONE")
     if name == "PROBIT":
         raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
-    first = relax.op.negative(score) if name in mirrored else relax.op.subtract(const(1, "float32"), score)
+    first = -score if name in mirrored else const(1, "float32") - score
     columns = node.emit(relax.op.concat([node.emit(first), score], axis=1))
     return node.emit(relax.op.sigmoid(columns)) if name == "LOGISTIC" else columns
 
@@ -89,13 +79,7 @@ def largest(node: Node, scores: relax.Expr) -> relax.Expr:
 
 
 def labels_of(node: Node, *names: str) -> np.ndarray:
-    """Integer labels of the classes.
-
-    Raises
-    ------
-    FrontendError
-        If they are strings.
-    """
+    """Integer labels of the classes. Raises FrontendError if they are strings."""
     for name in names:
         if node.attribute(name):
             return np.array(node.attribute(name), "int64")

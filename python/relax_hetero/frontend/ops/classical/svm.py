@@ -54,9 +54,9 @@ def _weighted_similarities(node: Node, vectors: np.ndarray, weights: np.ndarray,
     data, wide = _rows(node, vectors.shape[1]), weights.astype("float64")
     if node.attribute("kernel_type", "LINEAR") == "LINEAR":
         folded = np.ascontiguousarray((vectors.T.astype("float64") @ wide).astype("float32"))
-        return node.emit(relax.op.add(matmul(node, data, const(folded)), const(offsets)))
+        return node.emit(matmul(node, data, const(folded)) + const(offsets))
     total = matmul(node, cast(node, _similarities(node, data, vectors), "float64"), const(wide))
-    return cast(node, node.emit(relax.op.add(total, const(offsets, "float64"))), "float32")
+    return cast(node, node.emit(total + const(offsets, "float64")), "float32")
 
 
 def _similarities(node: Node, data: relax.Expr, vectors: np.ndarray) -> relax.Expr:
@@ -70,15 +70,15 @@ def _similarities(node: Node, data: relax.Expr, vectors: np.ndarray) -> relax.Ex
     gamma, offset, degree = parameters
     if kind == "RBF":
         distances = squared_distances(node, data, columns)
-        return node.emit(relax.op.exp(relax.op.multiply(distances, const(-gamma, "float32"))))
-    product = relax.op.multiply(matmul(node, data, columns), const(gamma, "float32"))
-    value = node.emit(relax.op.add(product, const(offset, "float32")))
+        return node.emit(relax.op.exp(distances * const(-gamma, "float32")))
+    product = matmul(node, data, columns) * const(gamma, "float32")
+    value = node.emit(product + const(offset, "float32"))
     if kind == "SIGMOID":
         return node.emit(relax.op.tanh(value))
     if degree not in (2, 3):
-        return node.emit(relax.op.power(value, const(degree, "float32")))
-    square = node.emit(relax.op.multiply(value, value))
-    return square if degree == 2 else node.emit(relax.op.multiply(square, value))
+        return node.emit(value ** const(degree, "float32"))
+    square = node.emit(value * value)
+    return square if degree == 2 else node.emit(square * value)
 
 
 def _linear_scores(node: Node, count: int) -> relax.Expr:
@@ -87,7 +87,7 @@ def _linear_scores(node: Node, count: int) -> relax.Expr:
     if not offset.size:
         raise node.refusal("has no rho")
     product = matmul(node, _rows(node, coefficients.shape[1]), const(np.ascontiguousarray(coefficients.T)))
-    return node.emit(relax.op.add(product, const(offset[0])))
+    return node.emit(product + const(offset[0]))
 
 
 @converts("SVMRegressor", domain=CLASSICAL)
@@ -106,7 +106,7 @@ def svm_regressor(node: Node) -> relax.Expr:
         value = _linear_scores(node, 1)
     if not node.attribute("one_class", 0):
         return value
-    is_inside = node.emit(relax.op.greater(value, const(0, "float32")))
+    is_inside = node.emit(value > const(0, "float32"))
     return node.emit(relax.op.where(is_inside, const(1, "float32"), const(-1, "float32")))
 
 
@@ -121,12 +121,12 @@ def svm_classifier(node: Node) -> relax.Expr:
         return _classify_by_linear_scores(node, labels)
     pairs = list(itertools.combinations(range(labels.size), 2))
     scores = _pair_scores(node, counts, pairs, labels.size)
-    is_won = node.emit(relax.op.astype(relax.op.greater(scores, const(0, "float32")), "float32"))
+    is_won = node.emit(relax.op.astype(scores > const(0, "float32"), "float32"))
     gain, base_votes = np.zeros((len(pairs), labels.size), "float32"), np.zeros(labels.size, "float32")
     for pair, (first, second) in enumerate(pairs):
         gain[pair, first], gain[pair, second] = 1, -1
         base_votes[second] += 1
-    votes = node.emit(relax.op.add(matmul(node, is_won, const(gain)), const(base_votes)))
+    votes = node.emit(matmul(node, is_won, const(gain)) + const(base_votes))
     label = labels_from(node, largest(node, votes), labels)
     if node.attribute("prob_a"):
         return node.outputs([label, transformed(node, _probabilities(node, scores, pairs, labels.size))])
@@ -177,8 +177,8 @@ def _probabilities(node: Node, scores: relax.Expr, pairs: list[tuple[int, int]],
     slopes, offsets = _floats(node, "prob_a"), _floats(node, "prob_b")
     if slopes.size < len(pairs) or offsets.size != slopes.size:
         raise node.refusal(f"has {slopes.size} prob_a and {offsets.size} prob_b, expected {len(pairs)} of each")
-    scaled = relax.op.multiply(scores, const(slopes[: len(pairs)]))
-    negative_score = node.emit(relax.op.negative(relax.op.add(scaled, const(offsets[: len(pairs)]))))
+    scaled = scores * const(slopes[: len(pairs)])
+    negative_score = node.emit(-(scaled + const(offsets[: len(pairs)])))
     first = node.emit(relax.op.clip(relax.op.sigmoid(negative_score), _MIN_PROBABILITY, 1 - _MIN_PROBABILITY))
     pair_of = np.zeros((classes, classes), "int32")
     for index, (a, other) in enumerate(pairs):

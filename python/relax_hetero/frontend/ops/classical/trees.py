@@ -130,10 +130,7 @@ class _Table:
 def forest_of(node: Node, trees: Trees, width: int, dtype: str) -> Forest:
     """Build the table of trees over rows of `width` features.
 
-    Raises
-    ------
-    FrontendError
-        If a node reads a feature out of range, a mode is unknown, or a tree has a cycle.
+    Raises FrontendError if a node reads a feature out of range, a mode is unknown, or a tree has a cycle.
     """
     for mode in trees.modes:
         if mode not in (*_MODES, LEAF):
@@ -344,7 +341,7 @@ def combined(
     if not neutral:
         return result
     highest = const(np.finfo(dtype).max, dtype)  # initial value of a minimum or maximum
-    is_found = node.emit(relax.op.less(node.emit(relax.op.abs(result)), highest))
+    is_found = node.emit(node.emit(relax.op.abs(result)) < highest)
     return node.emit(relax.op.where(is_found, result, const(0, dtype)))
 
 
@@ -431,13 +428,7 @@ def _numbers(node: Node, name: str) -> Any:
 
 
 def _lists(node: Node, length: int | None, *names: str) -> list[list[Any]]:
-    """Read attributes with an entry per node or weight.
-
-    Raises
-    ------
-    FrontendError
-        If they differ in length.
-    """
+    """Read attributes with an entry per node or weight. Raises FrontendError if they differ in length."""
     lists = [_numbers(node, name) for name in names]
     for name, values in zip(names, lists, strict=True):
         expected = len(lists[0]) if length is None else length
@@ -515,7 +506,7 @@ def tree_ensemble_regressor(node: Node) -> relax.Expr:
     if len(base) not in (0, count):
         raise node.refusal(f"base_values has {len(base)} entries, expected {count}")
     if base:
-        scores = node.emit(relax.op.add(scores, const(base, dtype)))
+        scores = node.emit(scores + const(base, dtype))
     return cast(node, _post_transform(node, scores, node.attribute("post_transform", "NONE")), "float32")
 
 
@@ -525,7 +516,7 @@ def _aggregate(node: Node, data: relax.Expr, forest: Forest, weights: Weights, c
     dtype = dtype_of(data)
     rows = leaves_of_rows(node, data, forest)
     scores = combined(node, rows, forest, weights, count, dtype, "SUM" if how == "AVERAGE" else how)
-    return node.emit(relax.op.divide(scores, const(forest.roots.size, dtype))) if how == "AVERAGE" else scores
+    return node.emit(scores / const(forest.roots.size, dtype)) if how == "AVERAGE" else scores
 
 
 def _post_transform(node: Node, scores: relax.Expr, name: str) -> relax.Expr:
@@ -558,11 +549,11 @@ def tree_ensemble_classifier(node: Node) -> relax.Expr:
     else:
         compared = scores
         if base:
-            compared = scores = node.emit(relax.op.add(scores, const(base, dtype)))
+            compared = scores = node.emit(scores + const(base, dtype))
         elif not set(range(labels.size)) <= _always_scored(forest, weights):
             counted = {leaf: [(k, 1.0) for k, _ in entries] for leaf, entries in weights.items()}
             counts = combined(node, rows, forest, counted, labels.size, dtype)
-            is_scored = node.emit(relax.op.greater(counts, const(0, dtype)))  # others cannot be the label
+            is_scored = node.emit(counts > const(0, dtype))  # others cannot be the label
             compared = node.emit(relax.op.where(is_scored, scores, const(-np.inf, dtype)))
         if forest.roots.size == 1 and not base:  # the leaf determines the label
             label = labels_of_leaves(node, rows, labels[_best_of_leaves(forest, weights, dtype)[forest.leaf_at]])
@@ -598,7 +589,7 @@ def _scored_targets(weights: Weights) -> set[int]:
 
 def _one_class(node: Node, scores: relax.Expr, base: list[float]) -> tuple[relax.Expr, relax.Expr]:
     """Index 1 if the one score is positive, else 0, and the score, which only PROBIT changes."""
-    scores = node.emit(relax.op.add(scores, const(base, dtype_of(scores)))) if base else scores
+    scores = node.emit(scores + const(base, dtype_of(scores))) if base else scores
     return _is_above(node, scores, 0.0), _post_transform(node, scores, node.attribute("post_transform", "NONE"))
 
 
@@ -608,19 +599,18 @@ def _two_classes(
     """Class index and both scores, as in ONNX Runtime.
 
     Class k has a score for a row if one of the row's leaves has a weight of it. If class 1 has a score, or there are
-    two base values, both classes have scores, 0 if missing; else the other score follows from that of class 0.
-
-    Raises
-    ------
-    FrontendError
-        If ONNX Runtime leaves a score undefined.
+    two base values, both classes have scores, 0 if missing; else the other score follows from that of class 0. Raises
+    FrontendError if ONNX Runtime leaves a score undefined.
     """
     dtype, ids = dtype_of(scores), _scored_targets(weights)
     name = node.attribute("post_transform", "NONE")
     always = _always_scored(forest, weights)
     counted = {leaf: [(k, 1.0) for k, _ in entries] for leaf, entries in weights.items()}
     counts = None if ids <= always else combined(node, rows, forest, counted, 2, dtype)
-    columns = [[_column(node, value, k) for k in (0, 1)] for value in (scores, scores if counts is None else counts)]
+    columns = [
+        [node.emit(relax.op.strided_slice(value, [1], [k], [k + 1])) for k in (0, 1)]
+        for value in (scores, scores if counts is None else counts)
+    ]
     zero = const(0, dtype)
 
     def where_scored(k: int, value: relax.Expr, fallback: relax.Expr) -> relax.Expr:
@@ -628,20 +618,20 @@ def _two_classes(
             return value
         if k not in ids:
             return fallback
-        return node.emit(relax.op.where(relax.op.greater(columns[1][k], zero), value, fallback))
+        return node.emit(relax.op.where(columns[1][k] > zero, value, fallback))
 
     first, second = columns[0]
     if base:
-        shifted_first = node.emit(relax.op.add(first, const(base[0], dtype)))
+        shifted_first = node.emit(first + const(base[0], dtype))
     if len(base) == 2:
-        sum_of_both = node.emit(relax.op.add(first, const(base[1], dtype)))
-        second = where_scored(1, sum_of_both, node.emit(relax.op.add(second, const(base[1], dtype))))
-        first = where_scored(1, node.emit(relax.op.negative(sum_of_both)), shifted_first)
+        sum_of_both = node.emit(first + const(base[1], dtype))
+        second = where_scored(1, sum_of_both, node.emit(second + const(base[1], dtype)))
+        first = where_scored(1, node.emit(-sum_of_both), shifted_first)
     elif base:
         first = shifted_first
     first = where_scored(0, first, _zeros(node, first))
     both = transformed(node, node.emit(relax.op.concat([first, where_scored(1, second, _zeros(node, second))], axis=1)))
-    is_binary, are_positive = len(ids) == 1, _are_positive(weights)
+    is_binary, are_positive = len(ids) == 1, all(weight >= 0 for entries in weights.values() for _, weight in entries)
     index = _is_above(node, where_scored(1, second, first), 0.5 if is_binary and are_positive else 0.0)
     if len(base) == 2 or 1 in always:
         return index, both
@@ -651,27 +641,19 @@ def _two_classes(
             "for which ONNX Runtime leaves a score open; expected scores of class 1 in every leaf of a tree, or two "
             "base_values"
         )
-    other_score = node.emit(relax.op.negative(first))
+    other_score = node.emit(-first)
     if is_binary and are_positive and name != "LOGISTIC":
-        other_score = node.emit(relax.op.subtract(const(1, dtype), first))
+        other_score = node.emit(const(1, dtype) - first)
     pair = node.emit(relax.op.concat([other_score, first], axis=1))
     return index, where_scored(1, both, node.emit(relax.op.sigmoid(pair)) if name == "LOGISTIC" else pair)
-
-
-def _column(node: Node, value: relax.Expr, k: int) -> relax.Expr:
-    return node.emit(relax.op.strided_slice(value, [1], [k], [k + 1]))
 
 
 def _zeros(node: Node, like: relax.Expr) -> relax.Expr:
     return node.filled(node.shape(like), 0, dtype_of(like))
 
 
-def _are_positive(weights: Weights) -> bool:
-    return all(weight >= 0 for entries in weights.values() for _, weight in entries)
-
-
 def _is_above(node: Node, column: relax.Expr, bound: float) -> relax.Expr:
-    above = node.emit(relax.op.greater(column, const(bound, dtype_of(column))))
+    above = node.emit(column > const(bound, dtype_of(column)))
     return cast(node, node.emit(relax.op.squeeze(above, [1])), "int64")
 
 

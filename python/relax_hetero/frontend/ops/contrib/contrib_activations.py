@@ -18,7 +18,7 @@ def _with_bias(node: Node, index: int) -> relax.Expr:
     if not node.has(index):
         return wide
     bias = require_shape(node, node.tensor(index), [node.shape(data)[-1]], "its bias")
-    return node.emit(relax.op.add(wide, widened(node, bias)))
+    return node.emit(wide + widened(node, bias))
 
 
 @converts("Gelu", "BiasGelu", domain=MICROSOFT)
@@ -39,8 +39,8 @@ def quick_gelu(node: Node) -> relax.Expr:
     data = node.tensor(0)
     wide = widened(node, data)
     alpha = node.attribute("alpha", 1.702)
-    scaled = wide if alpha == 1.0 else node.emit(relax.op.multiply(wide, const(alpha, dtype_of(wide))))
-    return cast(node, node.emit(relax.op.multiply(wide, relax.op.sigmoid(scaled))), dtype_of(data))
+    scaled = wide if alpha == 1.0 else node.emit(wide * const(alpha, dtype_of(wide)))
+    return cast(node, node.emit(wide * relax.op.sigmoid(scaled)), dtype_of(data))
 
 
 @converts("BiasSplitGelu", domain=MICROSOFT)
@@ -52,7 +52,7 @@ def bias_split_gelu(node: Node) -> relax.Expr:
         raise node.refusal(f"found {channels} channels, expected a known, even number")
     axis = node.rank(wide) - 1
     left, right = (slice_axes(node, wide, {axis: (start, channels // 2, 1)}) for start in (0, channels // 2))
-    product = node.emit(relax.op.multiply(left, relax.op.nn.gelu(right)))
+    product = node.emit(left * relax.op.nn.gelu(right))
     return cast(node, product, dtype_of(node.tensor(0)))
 
 
@@ -61,7 +61,7 @@ def bias_add(node: Node) -> relax.Expr:
     """x + bias along the last axis + skip."""
     wide = _with_bias(node, 1)
     skip = require_shape(node, node.tensor(2), node.shape(wide), "its skip input")
-    return cast(node, node.emit(relax.op.add(wide, widened(node, skip))), dtype_of(node.tensor(0)))
+    return cast(node, node.emit(wide + widened(node, skip)), dtype_of(node.tensor(0)))
 
 
 @converts("ScaledSiLU", domain=MICROSOFT)
@@ -71,9 +71,9 @@ def scaled_silu(node: Node) -> relax.Expr:
     dtype = dtype_of(data)
     scale = const(node.attribute("alpha", 1.0), "float32") if not node.has(1) else cast(node, node.tensor(1), "float32")
     scale = node.emit(relax.op.reshape(scale, ()))
-    scaled = cast(node, node.emit(relax.op.multiply(cast(node, data, "float32"), scale)), dtype)
+    scaled = cast(node, node.emit(cast(node, data, "float32") * scale), dtype)
     gate = cast(node, node.emit(relax.op.sigmoid(cast(node, scaled, "float32"))), dtype)
-    return node.emit(relax.op.multiply(scaled, gate))
+    return node.emit(scaled * gate)
 
 
 @converts("SwiGLU", domain=MICROSOFT)
@@ -94,10 +94,10 @@ def swiglu(node: Node) -> relax.Expr:
         up = node.emit(relax.op.clip(up, -limit, limit))
     alpha = const(node.attribute("activation_alpha", 1.0), "float32")
     beta = const(node.attribute("activation_beta", 0.0), "float32")
-    active = node.emit(relax.op.multiply(gate, relax.op.sigmoid(relax.op.multiply(gate, alpha))))
+    active = node.emit(gate * relax.op.sigmoid(gate * alpha))
     if node.attribute("round_activation", 0):
         active = cast(node, cast(node, active, dtype), "float32")
-    return cast(node, node.emit(relax.op.multiply(active, relax.op.add(up, beta))), dtype)
+    return cast(node, node.emit(active * (up + beta)), dtype)
 
 
 @converts("GatedAdd", domain=MICROSOFT)
@@ -109,7 +109,7 @@ def gated_add(node: Node) -> relax.Expr:
         raise node.refusal("found a gate_weight, expected a gate for each row")
     other = require_shape(node, node.tensor(1), dims, "its second input")
     gate = require_shape(node, node.tensor(2), [*dims[:-1], 1], "its gate")
-    return node.emit(relax.op.add(data, relax.op.multiply(other, gate)))
+    return node.emit(data + other * gate)
 
 
 @converts("BiasDropout", "BitmaskBiasDropout", "BitmaskDropout", domain=MICROSOFT)
@@ -122,9 +122,9 @@ def bias_dropout(node: Node) -> relax.Expr:
         raise node.refusal("asks for training (training_mode), expected false")
     data = node.tensor(0)
     if has_bias:
-        data = node.emit(relax.op.add(data, require_broadcast(node, node.tensor(1), node.shape(data), "its bias")))
+        data = node.emit(data + require_broadcast(node, node.tensor(1), node.shape(data), "its bias"))
     if has_bias and node.has(2):
-        data = node.emit(relax.op.add(data, require_shape(node, node.tensor(2), node.shape(data), "its residual")))
+        data = node.emit(data + require_shape(node, node.tensor(2), node.shape(data), "its residual"))
     if node.num_outputs == 1:
         return data
     if node.op_type != "BiasDropout":
@@ -138,7 +138,7 @@ def bias_softmax(node: Node) -> relax.Expr:
     data = node.tensor(0)
     wide = widened(node, data)
     bias = require_broadcast(node, widened(node, node.tensor(1)), node.shape(data), "its bias")
-    total = node.emit(relax.op.add(wide, bias))
+    total = node.emit(wide + bias)
     axis = node.axis(node.attribute("axis", 1), node.rank(data))
     value = convert_node(node.as_op("Softmax", [total], 11, axis=axis))
     return cast(node, node.builder.normalize(value), dtype_of(data))
@@ -172,7 +172,7 @@ def complex_product(node: Node) -> relax.Expr:
         parts += [slice_axes(node, value, {axis: (place, 1, 1)}) for place in (0, 1)]
     a, b, c, d = parts
     if node.op_type == "ComplexMulConj":
-        d = node.emit(relax.op.negative(d))
-    real = relax.op.subtract(relax.op.multiply(a, c), relax.op.multiply(b, d))
-    imaginary = relax.op.add(relax.op.multiply(a, d), relax.op.multiply(b, c))
+        d = node.emit(-d)
+    real = a * c - b * d
+    imaginary = a * d + b * c
     return node.emit(relax.op.concat([node.emit(real), node.emit(imaginary)], axis=-1))

@@ -44,15 +44,15 @@ def _attend(node: Node, qkv: QueryKeyValue, mask_input: int, bias_input: int) ->
         raise node.refusal("found heads of unknown size; give it with shapes=")
     scale = node.attribute("scale", 0.0) or 1 / math.sqrt(max(size, 1))
     scores = matmul(node, qkv.query, node.emit(relax.op.permute_dims(qkv.key, [0, 1, 3, 2])))
-    scores = node.emit(relax.op.multiply(scores, const(scale, dtype)))
+    scores = node.emit(scores * const(scale, dtype))
     dims: list[Dim] = [batch, num_heads, queries, keys]
     if node.has(mask_input):
-        scores = node.emit(relax.op.add(scores, _input_mask(node, node.tensor(mask_input), dims, dtype)))
+        scores = node.emit(scores + _input_mask(node, node.tensor(mask_input), dims, dtype))
     if node.attribute("unidirectional", 0):
-        scores = node.emit(relax.op.add(scores, _causal_mask(node, queries, keys, dtype)))
+        scores = node.emit(scores + _causal_mask(node, queries, keys, dtype))
     if node.has(bias_input):
         bias = require_broadcast(node, node.tensor(bias_input), dims, "its attention bias")
-        scores = node.emit(relax.op.add(scores, bias))
+        scores = node.emit(scores + bias)
     probabilities = convert_node(node.as_op("Softmax", [scores], 13, axis=-1))
     result = matmul(node, node.builder.normalize(probabilities), qkv.value)
     heads_last = node.emit(relax.op.permute_dims(result, [0, 2, 1, 3]))
@@ -65,11 +65,11 @@ def _input_mask(node: Node, mask: relax.Expr, dims: list[Dim], dtype: str) -> re
     shape = node.shape(mask)
     if len(shape) == 2:
         require_shape(node, mask, [batch, keys], "its mask")
-        is_visible = node.emit(relax.op.greater(mask, const(0, dtype_of(mask))))
+        is_visible = node.emit(mask > const(0, dtype_of(mask)))
         is_visible = node.emit(relax.op.reshape(is_visible, [batch, 1, 1, keys]))
     elif len(shape) == 3:
         require_shape(node, mask, [batch, queries, keys], "its mask")
-        is_visible = node.emit(relax.op.greater(mask, const(0, dtype_of(mask))))
+        is_visible = node.emit(mask > const(0, dtype_of(mask)))
         is_visible = node.emit(relax.op.reshape(is_visible, [batch, 1, queries, keys]))
     elif len(shape) == 1 and isinstance(shape[0], int) and isinstance(batch, int) and shape[0] in (batch, 2 * batch):
         is_visible = _is_in_sequence(node, mask, batch, keys, has_starts=shape[0] == 2 * batch)
@@ -90,9 +90,9 @@ def _is_in_sequence(node: Node, bounds: relax.Expr, batch: int, keys: Dim, has_s
     def bounds_from(first: int) -> relax.Expr:
         return node.emit(relax.op.reshape(slice_axes(node, bounds, {0: (first, batch, 1)}), [batch, 1, 1, 1]))
 
-    is_visible = node.emit(relax.op.less(positions, bounds_from(0)))
+    is_visible = node.emit(positions < bounds_from(0))
     if has_starts:
-        is_after_start = relax.op.greater_equal(positions, bounds_from(batch))
+        is_after_start = positions >= bounds_from(batch)
         is_visible = node.emit(relax.op.logical_and(is_visible, is_after_start))
     return is_visible
 
@@ -106,7 +106,7 @@ def _causal_mask(node: Node, queries: Dim, keys: Dim, dtype: str) -> relax.Expr:
         return const(np.where(np.arange(keys) <= last_visible_keys, 0.0, masked_score), dtype)
     query_positions = node.emit(relax.op.arange(keys - queries, keys, 1, "int64"))
     key_positions = node.emit(relax.op.arange(0, keys, 1, "int64"))
-    is_visible = node.emit(relax.op.less_equal(key_positions, relax.op.expand_dims(query_positions, [1])))
+    is_visible = node.emit(key_positions <= relax.op.expand_dims(query_positions, [1]))
     return node.emit(relax.op.where(is_visible, const(0, dtype), const(masked_score, dtype)))
 
 
@@ -161,7 +161,7 @@ def attention(node: Node) -> relax.Expr:
     projection = matmul(node, node.tensor(0), node.tensor(1))
     if node.has(2):
         bias = require_shape(node, node.tensor(2), [node.shape(projection)[2]], "its bias")
-        projection = node.emit(relax.op.add(projection, bias))
+        projection = node.emit(projection + bias)
     return _attend_packed(node, projection, mask_input=3, past_input=4, bias_input=5)
 
 
@@ -205,7 +205,7 @@ def _attend_preallocated(node: Node, qkv: QueryKeyValue) -> relax.Expr:
     past_length = cast(node, node.emit(relax.op.reshape(node.tensor(8), [1])), "int64")
     new_length = node.emit(relax.op.shape_to_tensor(relax.ShapeExpr([as_expr(num_new)])))
     # The sum gets a symbol of its own: TVM's analyzer does not simplify quotients of sums.
-    (num_keys,) = dims_of_vector(node, node.emit(relax.op.add(past_length, new_length)), "positions")
+    (num_keys,) = dims_of_vector(node, node.emit(past_length + new_length), "positions")
     total, num_past = as_expr(num_keys), as_expr(num_keys) - as_expr(num_new)
     caches = []
     for index, new in ((6, qkv.key), (7, qkv.value)):
@@ -270,7 +270,7 @@ def _split_operands(node: Node, num_heads: int) -> QueryKeyValue:
                 raise node.refusal("found projections of unknown width; give it with shapes=")
             if node.rank(operand) == 3:
                 bias = slice_axes(node, node.tensor(3), {0: (start, width, 1)})
-                operands[index] = node.emit(relax.op.add(operand, bias))
+                operands[index] = node.emit(operand + bias)
             start += width
     return QueryKeyValue(*(x if node.rank(x) == 4 else _split_heads(node, x, num_heads) for x in operands))
 

@@ -16,10 +16,10 @@ def _sum_with_skip(node: Node, bias: int) -> relax.Expr:
     """Input + skip + bias; the skip broadcasts, the bias is along the last axis."""
     data = node.tensor(0)
     dims = node.shape(data)
-    total = node.emit(relax.op.add(data, require_broadcast(node, node.tensor(1), dims, "its skip")))
+    total = node.emit(data + require_broadcast(node, node.tensor(1), dims, "its skip"))
     if node.has(bias):
         vector = require_shape(node, node.tensor(bias), [dims[-1]], "its bias")
-        total = node.emit(relax.op.add(total, vector))
+        total = node.emit(total + vector)
     return total
 
 
@@ -30,10 +30,10 @@ def _statistics(node: Node, data: relax.Expr, is_centred: bool) -> tuple[relax.E
     mean = node.emit(relax.op.mean(wide, [-1], keepdims=True))
     if not is_centred:
         mean = node.emit(relax.op.zeros_like(mean))
-    centred = node.emit(relax.op.subtract(wide, mean))
-    variance = node.emit(relax.op.mean(relax.op.multiply(centred, centred), [-1], keepdims=True))
-    stable = node.emit(relax.op.add(variance, const(node.attribute("epsilon", 1e-12), dtype)))
-    return mean, node.emit(relax.op.divide(const(1, dtype), relax.op.sqrt(stable)))
+    centred = node.emit(wide - mean)
+    variance = node.emit(relax.op.mean(centred * centred, [-1], keepdims=True))
+    stable = node.emit(variance + const(node.attribute("epsilon", 1e-12), dtype))
+    return mean, node.emit(const(1, dtype) / relax.op.sqrt(stable))
 
 
 def _with_sum(node: Node, result: relax.Expr, total: relax.Expr, is_centred: bool) -> relax.Expr:
@@ -74,11 +74,9 @@ def rms_normalization(node: Node) -> relax.Expr:
         return normal
     data = widened(node, node.tensor(0))
     axes = list(range(node.axis(node.attribute("axis", -1), node.rank(data)), node.rank(data)))
-    mean = node.emit(relax.op.mean(relax.op.multiply(data, data), axes, keepdims=True))
-    stable = relax.op.add(mean, const(node.attribute("epsilon", 1e-5), dtype_of(data)))
-    return node.outputs(
-        [node.builder.normalize(normal), node.emit(relax.op.divide(const(1, dtype_of(data)), relax.op.sqrt(stable)))]
-    )
+    mean = node.emit(relax.op.mean(data * data, axes, keepdims=True))
+    stable = mean + const(node.attribute("epsilon", 1e-5), dtype_of(data))
+    return node.outputs([node.builder.normalize(normal), node.emit(const(1, dtype_of(data)) / relax.op.sqrt(stable))])
 
 
 @converts("EmbedLayerNormalization", domain=MICROSOFT)
@@ -96,10 +94,10 @@ def embed_layer_normalization(node: Node) -> relax.Expr:
         numbers = node.emit(relax.op.arange(0, length, 1, "int64"))
         rows = convert_node(node.as_op("Gather", [node.tensor(3), numbers], axis=0))
         positions = node.emit(relax.op.expand_dims(rows, [0]))
-    total = node.emit(relax.op.add(total, require_broadcast(node, positions, node.shape(total), "its positions")))
+    total = node.emit(total + require_broadcast(node, positions, node.shape(total), "its positions"))
     if node.has(1):
         segment = require_shape(node, node.tensor(1), dims, "its segments")
-        total = node.emit(relax.op.add(total, _rows(node, node.tensor(4), segment)))
+        total = node.emit(total + _rows(node, node.tensor(4), segment))
     result = _layer_norm(node, [total, node.tensor(5), node.tensor(6)])
     if node.num_outputs == 1:
         return result
@@ -158,19 +156,19 @@ def skip_group_norm(node: Node) -> relax.Expr:
     if node.rank(skip) == 2:
         spatial = [i for i in range(1, len(dims)) if i != axis]
         skip = node.emit(relax.op.expand_dims(skip, spatial))
-    total = node.emit(relax.op.add(data, require_broadcast(node, skip, dims, "its skip")))
+    total = node.emit(data + require_broadcast(node, skip, dims, "its skip"))
     if node.has(4):
         bias = require_shape(node, node.tensor(4), [dims[axis]], "its bias")
         expanded = node.emit(relax.op.reshape(bias, [-1 if i == axis else 1 for i in range(len(dims))]))
-        total = node.emit(relax.op.add(total, expanded))
+        total = node.emit(total + expanded)
     return node.outputs([_group_norm(node, total), total])
 
 
 def _rms(node: Node, data: relax.Expr) -> relax.Expr:
     """x / sqrt(mean(x * x) + epsilon) along the last axis, for float32."""
-    square = node.emit(relax.op.mean(relax.op.multiply(data, data), [-1], keepdims=True))
-    stable = node.emit(relax.op.add(square, const(node.attribute("epsilon", 1e-5), "float32")))
-    return node.emit(relax.op.divide(data, relax.op.sqrt(stable)))
+    square = node.emit(relax.op.mean(data * data, [-1], keepdims=True))
+    stable = node.emit(square + const(node.attribute("epsilon", 1e-5), "float32"))
+    return node.emit(data / relax.op.sqrt(stable))
 
 
 @converts("GatedRMSNorm", domain=MICROSOFT)
@@ -185,9 +183,9 @@ def gated_rms_norm(node: Node) -> relax.Expr:
     if not isinstance(dims[-1], int) or not width or dims[-1] % width:
         raise node.refusal(f"found {dims[-1]} channels, expected a known multiple of its scale's {width}")
     groups = node.emit(relax.op.reshape(cast(node, data, "float32"), [*dims[:-1], dims[-1] // width, width]))
-    normal = node.emit(relax.op.reshape(relax.op.multiply(_rms(node, groups), scale), dims))
+    normal = node.emit(relax.op.reshape(_rms(node, groups) * scale, dims))
     active = relax.op.sigmoid(gate) if name == "sigmoid" else relax.op.nn.silu(gate)
-    return cast(node, node.emit(relax.op.multiply(normal, node.emit(active))), dtype_of(data))
+    return cast(node, node.emit(normal * node.emit(active)), dtype_of(data))
 
 
 @converts("BranchwiseRMSNorm", domain=MICROSOFT)
@@ -208,5 +206,5 @@ def branchwise_rms_norm(node: Node) -> relax.Expr:
         scale_shape = branch_dims[-2:] if len(branch_dims) > 1 else branch_dims
         if node.rank(scale) == 1 and node.shape(scale) != branch_dims[-1:]:
             scale = node.emit(relax.op.reshape(scale, scale_shape))
-        normal = node.emit(relax.op.multiply(normal, require_broadcast(node, scale, branch_dims, "its scale")))
+        normal = node.emit(normal * require_broadcast(node, scale, branch_dims, "its scale"))
     return cast(node, node.emit(relax.op.reshape(normal, dims)), dtype_of(data))

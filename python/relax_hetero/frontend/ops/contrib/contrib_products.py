@@ -36,10 +36,7 @@ _NAMED_PARAMETERS = {name: f"activation_{name}" for name in ("alpha", "beta", "g
 def apply_activation(node: Node, value: relax.Expr) -> relax.Expr:
     """Apply the activation of the node's attribute `activation`, if any.
 
-    Raises
-    ------
-    FrontendError
-        If the activation is unknown, or has another number of parameters.
+    Raises FrontendError if the activation is unknown, or has another number of parameters.
     """
     name = node.attribute("activation", "")
     if not name:
@@ -75,7 +72,7 @@ def fused_matmul(node: Node) -> relax.Expr:
     """alpha * A' @ B', with optional transposes."""
     product = matmul(node, _transpose_operand(node, 0, "A"), _transpose_operand(node, 1, "B"))
     alpha = node.attribute("alpha", 1.0)
-    return product if alpha == 1.0 else node.emit(relax.op.multiply(product, const(alpha, dtype_of(product))))
+    return product if alpha == 1.0 else node.emit(product * const(alpha, dtype_of(product)))
 
 
 @converts("FusedMatMulActivation", domain=MICROSOFT)
@@ -138,7 +135,7 @@ def fused_convolution(node: Node) -> relax.Expr:
     result = convolution(node)
     if node.has(3):
         addend = require_shape(node, node.tensor(3), node.shape(result), "its Z")
-        result = node.emit(relax.op.add(result, addend))
+        result = node.emit(result + addend)
     return apply_activation(node, result)
 
 

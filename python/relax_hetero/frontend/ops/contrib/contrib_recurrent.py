@@ -13,10 +13,7 @@ from ..table import MICROSOFT, converts
 def as_lstm(node: Node) -> Node:
     """Convert to a standard LSTM with dequantized weights, which rounds its operands.
 
-    Raises
-    ------
-    FrontendError
-        If weights, scales or zero points are not constant, or do not match.
+    Raises FrontendError if weights, scales or zero points are not constant, or do not match.
     """
     weights = [_floats(node, index, scale) for index, scale in ((1, 8), (2, 10))]
     inputs = [node.inputs[0], *weights, *node.inputs[3:8]]

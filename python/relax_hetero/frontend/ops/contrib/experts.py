@@ -183,9 +183,9 @@ def _mix(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mixing
         if layer.bias is None:
             return result
         if expert < 0:
-            return node.emit(relax.op.add(result, relax.op.expand_dims(layer.bias, [1])))
+            return node.emit(result + relax.op.expand_dims(layer.bias, [1]))
         bias = node.emit(relax.op.squeeze(slice_axes(node, layer.bias, {0: (expert, 1, 1)}), [0]))
-        return node.emit(relax.op.add(result, bias))
+        return node.emit(result + bias)
 
     def expert_output(expert: int) -> relax.Expr:
         """Output of an expert (-1: of all experts) for all rows."""
@@ -195,15 +195,12 @@ def _mix(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mixing
 
     if len(first.weights) == 1 and experts > 1:  # products of all experts at once
         by_expert = node.emit(relax.op.expand_dims(relax.op.permute_dims(router_weights, [1, 0]), [2]))
-        total = node.emit(relax.op.sum(relax.op.multiply(expert_output(-1), by_expert), [0]))
+        total = node.emit(relax.op.sum(expert_output(-1) * by_expert, [0]))
     else:
-        parts = [
-            node.emit(relax.op.multiply(expert_output(e), slice_axes(node, router_weights, {1: (e, 1, 1)})))
-            for e in range(experts)
-        ]
+        parts = [node.emit(expert_output(e) * slice_axes(node, router_weights, {1: (e, 1, 1)})) for e in range(experts)]
         total = parts[0]
         for part in parts[1:]:
-            total = node.emit(relax.op.add(total, part))
+            total = node.emit(total + part)
     return cast(node, node.emit(relax.op.reshape(total, dims)), dtype_of(data))
 
 
@@ -225,17 +222,13 @@ def _mix_gathered(
         if layer.bias is None:
             return result
         bias = node.emit(relax.op.take(layer.bias, ids, axis=0))
-        return _add(node, result, node.emit(relax.op.reshape(bias, [rows, num_chosen, 1, layer.columns])))
+        return node.emit(result + node.emit(relax.op.reshape(bias, [rows, num_chosen, 1, layer.columns])))
 
     first, second, third = layers
     x = node.emit(relax.op.reshape(flat, [rows, 1, 1, width]))
     outputs = product(second, _activate(node, product(first, x), None if third is None else product(third, x)))
     weights = node.emit(relax.op.reshape(top_weights, [rows, num_chosen, 1, 1]))
     return node.emit(relax.op.sum(_multiply(node, outputs, weights), [1, 2]))
-
-
-def _add(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
-    return node.emit(relax.op.add(a, b))
 
 
 def _require_width(node: Node, layer: _Layer, width: Dim) -> None:
@@ -257,7 +250,7 @@ def _activate(node: Node, gate: relax.Expr, linear: relax.Expr | None) -> relax.
 
 
 def _multiply(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
-    return node.emit(relax.op.multiply(a, b))
+    return node.emit(a * b)
 
 
 _ACTIVATIONS: dict[str, Callable[[relax.Expr], relax.Expr]] = {
@@ -294,11 +287,11 @@ def _swiglu(node: Node, gate: relax.Expr, linear: relax.Expr) -> relax.Expr:
     if math.isfinite(limit):
         gate = gate if is_late else below(gate)
         linear = node.emit(relax.op.maximum(below(linear), const(-limit, "float32")))
-    scaled = gate if alpha == 1 else node.emit(relax.op.multiply(gate, const(alpha, "float32")))
+    scaled = gate if alpha == 1 else node.emit(gate * const(alpha, "float32"))
     active = _multiply(node, gate, relax.op.sigmoid(scaled))
     if is_late and math.isfinite(limit):
         active = below(active)
-    shifted = linear if beta == 0 else node.emit(relax.op.add(linear, const(beta, "float32")))
+    shifted = linear if beta == 0 else node.emit(linear + const(beta, "float32"))
     return _multiply(node, active, shifted)
 
 
@@ -321,7 +314,7 @@ def _router_weights(node: Node, rows: Dim, experts: int, mixing: int) -> relax.E
     chosen_weights = node.emit(relax.op.where(is_chosen, weights, const(0, "float32")))
     if not is_normal:
         return chosen_weights
-    return node.emit(relax.op.divide(chosen_weights, relax.op.sum(chosen_weights, [1], keepdims=True)))
+    return node.emit(chosen_weights / relax.op.sum(chosen_weights, [1], keepdims=True))
 
 
 def _is_chosen(node: Node, logits: relax.Expr, count: int) -> relax.Expr:
@@ -335,7 +328,7 @@ def _is_chosen(node: Node, logits: relax.Expr, count: int) -> relax.Expr:
         return te.sum(tirx.Select(is_before, tirx.const(1, "int32"), tirx.const(0, "int32")), axis=other)
 
     num_before = node.kernel("experts_before", element, logits)
-    return node.emit(relax.op.less(num_before, const(count, "int32")))
+    return node.emit(num_before < const(count, "int32"))
 
 
 def _sparse_mixer(node: Node, logits: relax.Expr) -> relax.Expr:
@@ -345,13 +338,13 @@ def _sparse_mixer(node: Node, logits: relax.Expr) -> relax.Expr:
     for _ in range(2):
         best = node.emit(relax.op.max(remaining, [1], keepdims=True))
         factor = node.emit(relax.op.maximum(relax.op.abs(logits), best))
-        distance = node.emit(relax.op.divide(relax.op.subtract(best, logits), factor))
-        is_far = node.emit(relax.op.greater(distance, const(2 * _SPARSE_MIXER_JITTER, "float32")))
+        distance = node.emit((best - logits) / factor)
+        is_far = node.emit(distance > const(2 * _SPARSE_MIXER_JITTER, "float32"))
         near = node.emit(relax.op.where(is_far, lowest, remaining))
         weights = node.emit(relax.op.nn.softmax(near, axis=-1))
         is_best = _is_chosen(node, remaining, 1)
         best_weight = node.emit(relax.op.where(is_best, weights, const(0, "float32")))
-        total = best_weight if total is None else node.emit(relax.op.add(total, best_weight))
+        total = best_weight if total is None else node.emit(total + best_weight)
         remaining = node.emit(relax.op.where(is_best, lowest, remaining))
     assert total is not None
     return total

@@ -140,7 +140,7 @@ def _first_positions(node: Node, sizes: Sizes, lengths: relax.Expr) -> relax.Exp
     """Compute `_Positions.first`."""
     if node.has(_ROWS):
         num_rows = node.emit(relax.op.reshape(cast(node, node.tensor(_ROWS), "int64"), [sizes.batch]))
-        return node.emit(relax.op.subtract(relax.op.add(lengths, const(1, "int64")), num_rows))
+        return node.emit(lengths + const(1, "int64") - num_rows)
 
     def element(i: Position, last: te.Tensor, new: list[tirx.Expr]) -> tirx.Expr:
         return tirx.max(last(*i) + 1 - new[0], tirx.const(0, "int64"))
@@ -284,14 +284,14 @@ def _attend(node: Node, query: relax.Expr, cache: list[relax.Expr], positions: _
     sizes, dtype = positions.sizes, dtype_of(query)
     scale = node.attribute("scale", 0.0) or 1 / math.sqrt(sizes.size)
     scores = matmul(node, query, node.emit(relax.op.permute_dims(cache[0], [0, 1, 3, 2])))
-    scores = node.emit(relax.op.multiply(scores, const(scale, dtype)))
+    scores = node.emit(scores * const(scale, dtype))
     cap = node.attribute("softcap", 0.0)
     if cap > 0:
-        inner = node.emit(relax.op.tanh(relax.op.multiply(scores, const(1 / cap, dtype))))
-        scores = node.emit(relax.op.multiply(inner, const(cap, dtype)))
+        inner = node.emit(relax.op.tanh(scores * const(1 / cap, dtype)))
+        scores = node.emit(inner * const(cap, dtype))
     if node.has(_BIAS):
         dims: list[Dim] = [sizes.batch, sizes.heads, sizes.rows, sizes.total]
-        scores = node.emit(relax.op.add(scores, require_broadcast(node, node.tensor(_BIAS), dims, "its bias")))
+        scores = node.emit(scores + require_broadcast(node, node.tensor(_BIAS), dims, "its bias"))
     lowest = float(np.finfo("float32" if dtype == "bfloat16" else dtype).min)
     scores = node.emit(relax.op.where(positions.mask(), scores, const(lowest, dtype)))
     result = matmul(node, _weights(node, scores, sizes.heads), cache[1])
@@ -309,7 +309,7 @@ def _weights(node: Node, scores: relax.Expr, heads: int) -> relax.Expr:
         sink_vector = require_shape(node, widened(node, node.tensor(_SINK)), [heads], "its sink")
         sink = node.emit(relax.op.reshape(sink_vector, [1, heads, 1, 1]))
     highest = node.emit(relax.op.maximum(relax.op.max(wide, [-1], keepdims=True), sink))
-    powers = node.emit(relax.op.exp(relax.op.subtract(wide, highest)))
+    powers = node.emit(relax.op.exp(wide - highest))
     sums = node.emit(relax.op.sum(powers, [-1], keepdims=True))
-    total = node.emit(relax.op.add(sums, relax.op.exp(relax.op.subtract(sink, highest))))
-    return cast(node, node.emit(relax.op.divide(powers, total)), dtype_of(scores))
+    total = node.emit(sums + relax.op.exp(sink - highest))
+    return cast(node, node.emit(powers / total), dtype_of(scores))

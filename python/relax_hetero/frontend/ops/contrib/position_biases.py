@@ -32,7 +32,7 @@ def rotary_embedding(node: Node) -> relax.Expr:
     if node.shape(positions) == [1] or node.rank(positions) == 0:
         first = node.emit(relax.op.reshape(positions, (1, 1)))
         offsets = node.emit(relax.op.expand_dims(relax.op.arange(0, length, 1, dtype_of(positions)), [0]))
-        positions = broadcast(node, node.emit(relax.op.add(first, offsets)), [batch, length])
+        positions = broadcast(node, node.emit(first + offsets), [batch, length])
     positions = require_shape(node, positions, [batch, length], "its positions")
     attributes = {"interleaved": node.attribute("interleaved", 0), "rotary_embedding_dim": width}
     if heads:
@@ -90,16 +90,16 @@ def gated_relative_position_bias(node: Node) -> relax.Expr:
     if not isinstance(width, int) or width % heads or not isinstance(columns, int) or columns % 2:
         raise node.refusal(f"found queries of width {width} for {heads} heads and a gate of {columns} columns")
     bias = require_shape(node, node.tensor(1), [width], "its query bias")
-    biased = node.emit(relax.op.add(query, bias))
+    biased = node.emit(query + bias)
     split: list[Dim] = [batch, length, heads, width // heads]
     parts = node.emit(relax.op.permute_dims(relax.op.reshape(biased, split), [0, 2, 1, 3]))
-    gates = node.emit(relax.op.add(matmul(node, parts, node.tensor(3)), node.tensor(4)))
+    gates = node.emit(matmul(node, parts, node.tensor(3)) + node.tensor(4))
     halves = node.emit(relax.op.reshape(gates, [batch, heads, length, 2, columns // 2]))
     sums = node.emit(relax.op.sigmoid(relax.op.sum(halves, [-1])))
     dtype = dtype_of(query)
     u, r = (slice_axes(node, sums, {3: (index, 1, 1)}) for index in range(2))
-    inner = node.emit(relax.op.subtract(relax.op.multiply(r, node.tensor(5)), const(1, dtype)))
-    gate = node.emit(relax.op.add(relax.op.multiply(u, inner), const(2, dtype)))
+    inner = node.emit(r * node.tensor(5) - const(1, dtype))
+    gate = node.emit(u * inner + const(2, dtype))
     shape: list[Dim] = [1, heads, length, length]
     positions = require_shape(node, cast(node, node.tensor(2), dtype), shape, "its positions")
-    return node.emit(relax.op.multiply(gate, positions))
+    return node.emit(gate * positions)

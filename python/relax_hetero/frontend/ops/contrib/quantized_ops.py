@@ -95,14 +95,14 @@ def qgemm(node: Node) -> relax.Expr:
     if node.has(6):
         scale = _product(node, node.tensor(1), node.tensor(4))
         alpha = node.attribute("alpha", 1.0)
-        bias = node.emit(relax.op.multiply(cast(node, node.tensor(6), "float32"), scale))
-        bias = bias if alpha == 1.0 else node.emit(relax.op.multiply(bias, relax.const(alpha, "float32")))
-        value = node.emit(relax.op.add(value, bias))
+        bias = node.emit(cast(node, node.tensor(6), "float32") * scale)
+        bias = bias if alpha == 1.0 else node.emit(bias * relax.const(alpha, "float32"))
+        value = node.emit(value + bias)
     return _quantize(node, value, 7, dtype_of(node.tensor(0))) if node.has(7) else value
 
 
 def _product(node: Node, first: relax.Expr, second: relax.Expr) -> relax.Expr:
-    return node.emit(relax.op.multiply(as_type(node, first, "float32"), as_type(node, second, "float32")))
+    return node.emit(as_type(node, first, "float32") * as_type(node, second, "float32"))
 
 
 @converts("MatMulIntegerToFloat", domain=MICROSOFT)
@@ -125,8 +125,8 @@ def _scaled_product(
     node: Node, operands: list[relax.Expr | None], scales: list[relax.Expr], bias: relax.Expr | None
 ) -> relax.Expr:
     total = cast(node, convert_node(node.as_op("MatMulInteger", operands)), "float32")
-    value = node.emit(relax.op.multiply(total, _product(node, *scales)))
-    return value if bias is None else node.emit(relax.op.add(value, bias))
+    value = node.emit(total * _product(node, *scales))
+    return value if bias is None else node.emit(value + bias)
 
 
 @converts("QLinearReduceMean", domain=MICROSOFT)

@@ -33,9 +33,9 @@ def roi_align(node: Node) -> relax.Expr:
     default = "half_pixel" if node.opset >= 16 else "output_half_pixel"
     is_half_pixel = node.attribute("coordinate_transformation_mode", default) == "half_pixel"
     # The region is scaled, then shifted by half a pixel; TVM's kernel would shift it before it scales.
-    scaled = node.emit(relax.op.multiply(regions, const(node.attribute("spatial_scale", 1.0), dtype)))
+    scaled = node.emit(regions * const(node.attribute("spatial_scale", 1.0), dtype))
     if is_half_pixel:
-        scaled = node.emit(relax.op.subtract(scaled, const(0.5, dtype)))
+        scaled = node.emit(scaled - const(0.5, dtype))
     ratio = node.attribute("sampling_ratio", 0)
     scaled, is_finite, has_samples = _sanitize_regions(node, scaled, ratio, is_half_pixel)
     column = cast(node, node.emit(relax.op.expand_dims(batch, 1)), dtype)
@@ -63,16 +63,16 @@ def _sanitize_regions(
 
     def all_coordinates(condition: relax.Expr) -> relax.Expr:
         minimum = node.emit(relax.op.min(cast(node, node.emit(condition), "int32"), axis=1, keepdims=True))
-        return node.emit(relax.op.greater(minimum, const(0, "int32")))
+        return node.emit(minimum > const(0, "int32"))
 
     is_finite = all_coordinates(relax.op.isfinite(regions))
     has_samples = is_finite
     if ratio <= 0:
         first, last = (node.emit(relax.op.strided_slice(regions, [1], [i], [i + 2])) for i in (0, 2))
-        lengths = node.emit(relax.op.subtract(last, first))
-        has_samples = all_coordinates(relax.op.less(node.emit(relax.op.abs(lengths)), const(_MAX_REGION_EXTENT, dtype)))
+        lengths = node.emit(last - first)
+        has_samples = all_coordinates(node.emit(relax.op.abs(lengths)) < const(_MAX_REGION_EXTENT, dtype))
         if is_half_pixel:  # otherwise a region is at least one pixel
-            is_long = all_coordinates(relax.op.greater(lengths, const(0.0, dtype)))
+            is_long = all_coordinates(lengths > const(0.0, dtype))
             has_samples = node.emit(relax.op.logical_and(has_samples, is_long))
     is_usable = node.emit(relax.op.logical_and(is_finite, has_samples))
     pixel = relax.const(np.array([[0, 0, 1, 1]], dtype))

@@ -60,15 +60,11 @@ def deformed_convolution(node: Node) -> relax.Expr:
 
     windows = node.kernel("moved_windows", element, *operands, shape=[batch, channels, *window, *output_shape])
     depth = inner * window[0] * window[1]
-    columns = node.emit(relax.op.reshape(windows, [batch, groups, depth, _product(output_shape)]))
+    columns = node.emit(relax.op.reshape(windows, [batch, groups, depth, output_shape[0] * output_shape[1]]))
     rows = node.emit(relax.op.reshape(weight, [1, groups, outputs // groups, depth]))
     result = matmul(node, cast(node, rows, exact), columns)
     result = cast(node, node.emit(relax.op.reshape(result, [batch, outputs, *output_shape])), dtype)
     return with_bias(node, result, 3)
-
-
-def _product(sizes: list[Dim]) -> Dim:
-    return sizes[0] * sizes[1]
 
 
 def _num_positions(node: Node, size: Dim, extent: int, pads: int, stride: int) -> Dim:

@@ -39,10 +39,7 @@ def _named_before(axes: te.Tensor, count: int, rank: int, axis: Any) -> tirx.Exp
 def axes_input(node: Node, index: int, rank: int) -> tuple[relax.Expr, int]:
     """An input of distinct dynamic axes of a tensor of this rank, and their number.
 
-    Raises
-    ------
-    FrontendError
-        If their number is dynamic.
+    Raises FrontendError if their number is dynamic.
     """
     axes, count = _vector_of_axes(node, index)
     if count > rank:

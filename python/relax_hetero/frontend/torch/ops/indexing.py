@@ -35,12 +35,12 @@ def embedding_bag(
     # The bag of a row is the number of offsets up to it, minus 1; rows before the first offset get -1, no bag.
     starts, zeros = node.filled(1, [bags], "int64"), node.filled(0, [count + 1], "int64")
     starts = node.onnx("ScatterElements", zeros, node.from_zero(offsets, count + 1), starts, axis=0, reduction="add")
-    bag = node.emit(relax.op.subtract(relax.op.cumsum(starts, 0, "int64"), const(1, "int64")))
+    bag = node.emit(relax.op.cumsum(starts, 0, "int64") - const(1, "int64"))
     bag = node.reshape(node.from_zero(cut_axis(node, bag, 0, 0, count), bags), [count, 1])
     values = node.cast(node.onnx("Gather", table, node.from_zero(indices, rows), axis=0), wide)
     is_valid = node.reshape(node.emit(relax.op.not_equal(indices, const(padding, "int64"))), [count, 1])
     if weights is not None:
-        values = node.emit(relax.op.multiply(values, node.cast(node.reshape(weights, [count, 1]), wide)))
+        values = node.emit(values * node.cast(node.reshape(weights, [count, 1]), wide))
     is_max = mode == 2
     neutral = const(-np.inf if is_max else 0, wide)
     values = node.emit(relax.op.where(is_valid, values, neutral))
@@ -53,7 +53,7 @@ def embedding_bag(
         counts = node.onnx("ScatterND", node.filled(0, [bags], wide), bag, valid, reduction="add")
         counts = node.reshape(node.emit(relax.op.maximum(counts, const(1, wide))), [bags, 1])
         is_empty = relax.op.equal(result, neutral)
-        mean = relax.op.where(is_empty, const(0, wide), result) if is_max else relax.op.divide(result, counts)
+        mean = relax.op.where(is_empty, const(0, wide), result) if is_max else result / counts
         result = node.emit(mean)
     return [node.cast(result, dtype)]
 
@@ -144,7 +144,7 @@ def _coordinates(node: TorchNode, indices: list[Any]) -> tuple[list[int], relax.
         return axes, coordinates[0], rank
     shape = coordinates[0]
     for index in coordinates[1:]:
-        shape = node.emit(relax.op.add(shape, index))
+        shape = node.emit(shape + index)
     dims = node.dims(shape)
     columns = [node.reshape(node.broadcast(index, dims), [*dims, 1]) for index in coordinates]
     return axes, node.emit(relax.op.concat(columns, rank)), rank
@@ -206,7 +206,7 @@ def index_add(
 ) -> relax.Expr:
     """Copy with slices of an axis replaced or accumulated."""
     if alpha != 1:
-        source = node.emit(relax.op.multiply(source, node.tensor(alpha)))
+        source = node.emit(source * node.tensor(alpha))
     axis = node.axis(dim, len(node.shape))
     flat_indices = node.reshape(node.from_zero(indices, node.dims(x)[axis]), [-1])
     return index_put(node, x, [*[None] * axis, flat_indices], source, node.op.startswith("index_add"))

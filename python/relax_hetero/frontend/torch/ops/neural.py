@@ -25,7 +25,7 @@ def linear(node: TorchNode, x: relax.Expr, weight: relax.Expr, bias: relax.Expr 
     rank = len(node.dims(weight))
     transposed = node.emit(relax.op.permute_dims(weight)) if rank == 2 else weight
     product = node.emit(relax.op.matmul(x, transposed))
-    return product if bias is None else node.emit(relax.op.add(product, bias))
+    return product if bias is None else node.emit(product + bias)
 
 
 @converts("addmm", "addmv", "baddbmm", "_sparse_addmm")
@@ -33,12 +33,12 @@ def addmm(node: TorchNode, x: relax.Expr, a: relax.Expr, b: relax.Expr, beta: An
     """Scaled product plus scaled summand."""
     product = node.emit(relax.op.matmul(a, b))
     if alpha != 1:
-        product = node.emit(relax.op.multiply(product, node.tensor(alpha)))
+        product = node.emit(product * node.tensor(alpha))
     if beta == 0:
         return product
     if beta != 1:
-        x = node.emit(relax.op.multiply(x, node.tensor(beta)))
-    return node.emit(relax.op.add(product, x))
+        x = node.emit(x * node.tensor(beta))
+    return node.emit(product + x)
 
 
 @converts("einsum")
@@ -55,7 +55,7 @@ def trilinear(node: TorchNode, a: relax.Expr, b: relax.Expr, c: relax.Expr, *arg
     for value, positions in zip((a, b, c), new_axes, strict=True):
         for axis in sorted(positions):
             value = node.emit(relax.op.expand_dims(value, axis))
-        product = value if product is None else node.emit(relax.op.multiply(product, value))
+        product = value if product is None else node.emit(product * value)
     return node.emit(relax.op.sum(product, axes))
 
 
@@ -110,13 +110,13 @@ def attention(
     factor = 1 / math.sqrt(width) if scale is None else scale
     rank = len(keys)
     transposed = node.emit(relax.op.permute_dims(k, [*range(rank - 2), rank - 1, rank - 2]))
-    scores = node.emit(relax.op.multiply(relax.op.matmul(q, transposed), const(factor, dtype)))
+    scores = node.emit(relax.op.matmul(q, transposed) * const(factor, dtype))
     lowest = const(-np.inf, dtype)
     if is_causal:
         rows, columns = queries[-2], keys[-2]
         if isinstance(rows, int) and isinstance(columns, int):
             table = np.where(np.tri(rows, columns, dtype=bool), 0.0, -np.inf)
-            scores = node.emit(relax.op.add(scores, const(table.astype("float32"), dtype)))
+            scores = node.emit(scores + const(table.astype("float32"), dtype))
         else:
             ones = node.filled(1, [rows, columns], "int32")
             below = node.cast(node.onnx("Trilu", ones, upper=0), "bool")
@@ -125,7 +125,7 @@ def attention(
         if str(mask.ty.dtype) == "bool":
             scores = node.emit(relax.op.where(mask, scores, lowest))
         else:
-            scores = node.emit(relax.op.add(scores, node.tensor(mask)))
+            scores = node.emit(scores + node.tensor(mask))
     probabilities = node.emit(relax.op.nn.softmax(scores, -1))
     out = node.emit(relax.op.matmul(probabilities, v))
     if mask is None:
@@ -266,7 +266,7 @@ def avg_pool(
         raise node.refusal("with a divisor, and windows that are cut off")
     means = node.onnx("AveragePool", data, count_include_pad=1, **attributes)
     factor = const(math.prod(attributes["kernel_shape"]) / divisor, node.dtype)
-    return node.reshape(node.emit(relax.op.multiply(means, factor)), node.shape)
+    return node.reshape(node.emit(means * factor), node.shape)
 
 
 @converts("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")

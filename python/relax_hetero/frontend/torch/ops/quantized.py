@@ -34,7 +34,7 @@ def quantize(node: TorchNode, x: relax.Expr, scale: Any, zero: Any, *options: An
         return node.cast(node.onnx("Min", clamped, const(int(high), "int32")), node.dtype)
     rank = len(node.shape)
     scale, zero = (_broadcast_along(node, value, axis, rank) for value in (scale, zero))
-    rounded = relax.op.add(relax.op.round(relax.op.divide(x, scale)), node.cast(zero, "float32"))
+    rounded = relax.op.round(x / scale) + node.cast(zero, "float32")
     clamped = relax.op.maximum(rounded, const(float(low), "float32"))
     return node.cast(node.emit(relax.op.minimum(clamped, const(float(high), "float32"))), node.dtype)
 
@@ -70,9 +70,9 @@ def choose_qparams(node: TorchNode, x: relax.Expr, low: int, high: int, eps: flo
     zero = const(0.0, "float32")
     minimum = node.emit(relax.op.minimum(relax.op.min(x), zero))
     maximum = node.emit(relax.op.maximum(relax.op.max(x), zero))
-    step = relax.op.divide(relax.op.subtract(maximum, minimum), const(float(high - low), "float32"))
+    step = (maximum - minimum) / const(float(high - low), "float32")
     scale = node.emit(relax.op.maximum(step, const(np.float32(eps), "float32")))
-    point = relax.op.subtract(const(float(low), "float32"), relax.op.round(relax.op.divide(minimum, scale)))
+    point = const(float(low), "float32") - relax.op.round(minimum / scale)
     clamped = relax.op.minimum(relax.op.maximum(point, const(float(low), "float32")), const(float(high), "float32"))
     kinds = [dtype_name(fake.dtype) for fake in node.value]
     dims = [node.sizes.shape(fake.shape) for fake in node.value]

@@ -55,7 +55,7 @@ def masked_scatter(node: TorchNode, x: relax.Expr, mask: relax.Expr, source: rel
     dims = node.shape
     flat = node.reshape(node.broadcast(mask, dims), [-1])
     count = node.emit(relax.op.cumsum(node.cast(flat, "int64"), 0, "int64"))
-    indices = node.emit(relax.op.maximum(relax.op.subtract(count, const(1, "int64")), const(0, "int64")))
+    indices = node.emit(relax.op.maximum(count - const(1, "int64"), const(0, "int64")))
     values = node.onnx("Gather", node.reshape(source, [-1]), indices, axis=0)
     return node.onnx("Where", node.broadcast(mask, dims), node.reshape(values, dims), node.broadcast(x, dims))
 
@@ -106,7 +106,7 @@ def unique(node: TorchNode, x: relax.Expr, *options: Any) -> list[relax.Expr]:
     is_start = kernel.kernel("starts", starts, values, shape=[count])
     start_indices = _flat_indices(node, is_start)
     distinct = node.onnx("Gather", values, start_indices, axis=0)
-    group = node.emit(relax.op.subtract(relax.op.cumsum(node.cast(is_start, "int64"), 0, "int64"), const(1, "int64")))
+    group = node.emit(relax.op.cumsum(node.cast(is_start, "int64"), 0, "int64") - const(1, "int64"))
     inverse = group
     if order is not None:
         inverse = node.onnx("ScatterElements", node.emit(relax.op.zeros_like(order)), order, group, axis=0)

@@ -64,17 +64,15 @@ def median(node: TorchNode, x: relax.Expr, *options: Any) -> Any:
     ordered, indices = node.onnx("TopK", data, [count], outputs=2, axis=axis, largest=0)
     if is_float(dtype) and node.op.startswith("nan"):  # NaN sorts last
         numbers = node.cast(node.emit(relax.op.logical_not(relax.op.isnan(data))), "int64")
-        last = relax.op.maximum(
-            relax.op.subtract(relax.op.sum(numbers, axis, True), const(1, "int64")), const(0, "int64")
-        )
-        middle = node.emit(relax.op.floor_divide(node.emit(last), const(2, "int64")))
+        last = relax.op.maximum(relax.op.sum(numbers, axis, True) - const(1, "int64"), const(0, "int64"))
+        middle = node.emit(node.emit(last) // const(2, "int64"))
         parts = [node.onnx("GatherElements", part, middle, axis=axis) for part in (ordered, indices)]
     else:
         parts = [cut_axis(node, part, axis, position, 1) for part in (ordered, indices)]
     if is_float(dtype) and node.op.startswith("median"):
         is_nan = node.cast(node.emit(relax.op.isnan(data)), "int32")
         nan_index = node.onnx("ArgMax", is_nan, axis=axis, keepdims=1)
-        any_nan = node.emit(relax.op.greater(relax.op.max(is_nan, axis, True), const(0, "int32")))
+        any_nan = node.emit(relax.op.max(is_nan, axis, True) > const(0, "int32"))
         nan = const(np.nan, "float32" if dtype == "bfloat16" else dtype)
         parts = [
             node.emit(relax.op.where(any_nan, node.cast(nan, dtype), parts[0])),
@@ -108,7 +106,7 @@ def mode(node: TorchNode, x: relax.Expr, dim: int = -1, keepdim: bool = False) -
     counts = node.onnx_node("Mode", []).kernel("mode", count, ordered, shape=node.dims(data))
     first = node.onnx("ArgMax", counts, axis=axis, keepdims=1)
     times = node.emit(relax.op.max(counts, axis, True))
-    last = node.emit(relax.op.subtract(relax.op.add(first, times), const(1, "int64")))
+    last = node.emit(first + times - const(1, "int64"))
     results = [node.onnx("GatherElements", part, last, axis=axis) for part in (ordered, order)]
     shape = node.sizes.shape(node.value[0].shape)
     return [node.reshape(node.cast(part, kind), shape) for part, kind in zip(results, (dtype, "int64"), strict=True)]
@@ -150,17 +148,17 @@ def running(node: TorchNode, x: relax.Expr, dim: int) -> Any:
 def _log_of_sum(node: TorchNode, a: relax.Expr, b: relax.Expr) -> relax.Expr:
     """Compute log(exp(a) + exp(b)), also for infinities."""
     zero = const(0, node.dtype)
-    distance = relax.op.abs(relax.op.subtract(a, b))
+    distance = relax.op.abs(a - b)
     distance = node.emit(relax.op.where(relax.op.equal(a, b), zero, distance))
-    correction = relax.op.log(relax.op.add(const(1, node.dtype), relax.op.exp(relax.op.negative(distance))))
-    return node.emit(relax.op.add(relax.op.maximum(a, b), correction))
+    correction = relax.op.log(const(1, node.dtype) + relax.op.exp(-distance))
+    return node.emit(relax.op.maximum(a, b) + correction)
 
 
 @converts("bincount")
 def bincount(node: TorchNode, x: relax.Expr, weights: relax.Expr | None = None, min_length: int = 0) -> relax.Expr:
     """Number of occurrences of each integer from 0, or the sum of their weights."""
     values = node.cast(x, "int64")
-    size = node.read_size(node.emit(relax.op.add(relax.op.max(values), const(1, "int64"))))
+    size = node.read_size(node.emit(relax.op.max(values) + const(1, "int64")))
     size = (
         max(size, min_length) if isinstance(size, int) else tirx.max(size, as_expr(min_length)) if min_length else size
     )
@@ -196,7 +194,7 @@ def cdist(node: TorchNode, a: relax.Expr, b: relax.Expr, order: float, *_: Any) 
     """Distances between rows, [..., rows of a, rows of b]."""
     first = node.emit(relax.op.expand_dims(a, len(node.dims(a)) - 1))
     second = node.emit(relax.op.expand_dims(b, len(node.dims(b)) - 2))
-    return vector_norm(node, node.emit(relax.op.subtract(first, second)), order, [-1])
+    return vector_norm(node, node.emit(first - second), order, [-1])
 
 
 @converts("diagonal", "diagonal_copy")

@@ -104,7 +104,7 @@ def add(node: TorchNode, a: Any, b: Any, alpha: Any = 1) -> relax.Expr:
         factor = node.tensor(alpha)
         if scaled_first:
             raise node.refusal(f"with alpha {alpha}")
-        second = node.emit(relax.op.multiply(second, factor))
+        second = node.emit(second * factor)
     return node.emit(operation(first, second))
 
 
@@ -121,25 +121,23 @@ def div(node: TorchNode, a: Any, b: Any, rounding_mode: str | None = None) -> re
     mode = "floor" if node.op.startswith("floor_divide") else rounding_mode
     first, second = node.tensor(a), node.tensor(b)
     if mode is None:
-        return node.emit(relax.op.divide(first, second))
+        return node.emit(first / second)
     if is_float(node.dtype):
         if mode == "floor":  # as in torch: exact even if the quotient would round up to an integer
             remainder = node.onnx("Mod", first, second, fmod=1)
-            quotient = node.emit(relax.op.divide(relax.op.subtract(first, remainder), second))
+            quotient = node.emit((first - remainder) / second)
             zero = const(0, node.dtype)
             differs = node.emit(
                 relax.op.logical_and(
                     relax.op.not_equal(remainder, zero),
-                    relax.op.logical_xor(relax.op.less(remainder, zero), relax.op.less(second, zero)),
+                    relax.op.logical_xor(remainder < zero, second < zero),
                 )
             )
-            return node.emit(
-                relax.op.round(relax.op.where(differs, relax.op.subtract(quotient, const(1, node.dtype)), quotient))
-            )
-        return node.emit(relax.op.trunc(relax.op.divide(first, second)))
+            return node.emit(relax.op.round(relax.op.where(differs, quotient - const(1, node.dtype), quotient)))
+        return node.emit(relax.op.trunc(first / second))
     if mode == "trunc":
         return node.onnx("Div", first, second)
-    return node.emit(relax.op.floor_divide(first, second))
+    return node.emit(first // second)
 
 
 @converts("remainder", "fmod")
@@ -155,7 +153,7 @@ def power(node: TorchNode, a: Any, b: Any) -> relax.Expr:
         return node.emit(relax.op.sqrt(node.tensor(a)))
     if b == 3 and not isinstance(a, (int, float)):
         x = node.tensor(a)
-        return node.emit(relax.op.multiply(relax.op.multiply(x, x), x))
+        return node.emit(x * x * x)
     if b == -1 and is_float(node.dtype):
         return reciprocal(node, a)
     return node.onnx("Pow", node.tensor(a), node.tensor(b))
@@ -164,7 +162,7 @@ def power(node: TorchNode, a: Any, b: Any) -> relax.Expr:
 @converts("reciprocal")
 def reciprocal(node: TorchNode, x: Any) -> relax.Expr:
     """1 / x."""
-    return node.emit(relax.op.divide(const(1, node.dtype), node.tensor(x)))
+    return node.emit(const(1, node.dtype) / node.tensor(x))
 
 
 @converts("maximum", "minimum")
@@ -219,17 +217,17 @@ def near_one(node: TorchNode, x: Any) -> relax.Expr:
     """log(1 + x) and exp(x) - 1, accurate for small x."""
     x, one = node.tensor(x), const(1, node.dtype)
     if node.op.startswith("log1p"):
-        shifted = node.emit(relax.op.add(x, one))
+        shifted = node.emit(x + one)
         log = node.emit(relax.op.log(shifted))
-        shifted_difference = node.emit(relax.op.subtract(shifted, one))
-        exact = node.emit(relax.op.divide(relax.op.multiply(log, x), shifted_difference))
-        is_small = node.emit(relax.op.less(relax.op.abs(x), const(0.5, node.dtype)))
+        shifted_difference = node.emit(shifted - one)
+        exact = node.emit(log * x / shifted_difference)
+        is_small = node.emit(relax.op.abs(x) < const(0.5, node.dtype))
         is_tiny = node.emit(relax.op.equal(shifted_difference, const(0, node.dtype)))
         return node.emit(relax.op.where(is_tiny, x, relax.op.where(is_small, exact, log)))
-    half = node.emit(relax.op.tanh(relax.op.multiply(x, const(0.5, node.dtype))))
-    small = relax.op.divide(relax.op.multiply(const(2, node.dtype), half), relax.op.subtract(one, half))
-    is_small = relax.op.less(relax.op.abs(x), const(0.5, node.dtype))
-    return node.emit(relax.op.where(is_small, small, relax.op.subtract(relax.op.exp(x), one)))
+    half = node.emit(relax.op.tanh(x * const(0.5, node.dtype)))
+    small = const(2, node.dtype) * half / (one - half)
+    is_small = relax.op.abs(x) < const(0.5, node.dtype)
+    return node.emit(relax.op.where(is_small, small, relax.op.exp(x) - one))
 
 
 @converts("log2", "log10", "exp2")
@@ -237,9 +235,9 @@ def other_base(node: TorchNode, x: Any) -> relax.Expr:
     """Logarithms and powers of other bases."""
     x = node.tensor(x)
     if node.op.startswith("exp2"):
-        return node.emit(relax.op.exp(relax.op.multiply(x, const(math.log(2), node.dtype))))
+        return node.emit(relax.op.exp(x * const(math.log(2), node.dtype)))
     base = 2 if node.op.startswith("log2") else 10
-    return node.emit(relax.op.multiply(relax.op.log(x), const(1 / math.log(base), node.dtype)))
+    return node.emit(relax.op.log(x) * const(1 / math.log(base), node.dtype))
 
 
 @converts("sign", "sgn")
@@ -266,12 +264,10 @@ def _has_sign_bit(node: TorchNode, x: relax.Expr) -> relax.Expr:
     """Return whether the sign bit is set, also for -0.0."""
     dtype = str(x.ty.dtype)
     if not is_float(dtype):
-        return node.emit(relax.op.less(node.cast(x, "int64"), const(0, "int64")))
+        return node.emit(node.cast(x, "int64") < const(0, "int64"))
     zero = const(0, dtype)
-    is_below = relax.op.less(relax.op.divide(const(1, dtype), x), zero)
-    return node.emit(
-        relax.op.logical_or(relax.op.less(x, zero), relax.op.logical_and(relax.op.equal(x, zero), is_below))
-    )
+    is_below = const(1, dtype) / x < zero
+    return node.emit(relax.op.logical_or(x < zero, relax.op.logical_and(relax.op.equal(x, zero), is_below)))
 
 
 @converts("signbit", "copysign", "angle")
@@ -281,10 +277,10 @@ def signs(node: TorchNode, x: Any, other: Any = None) -> relax.Expr:
         return _has_sign_bit(node, x)
     if node.op.startswith("angle"):
         x = node.tensor(x)
-        half = relax.op.where(relax.op.less(x, const(0, node.dtype)), const(math.pi, node.dtype), const(0, node.dtype))
+        half = relax.op.where(x < const(0, node.dtype), const(math.pi, node.dtype), const(0, node.dtype))
         return node.emit(relax.op.where(relax.op.isnan(x), x, half))
     absolute = node.emit(relax.op.abs(node.tensor(x)))
-    return node.emit(relax.op.where(_has_sign_bit(node, node.tensor(other)), relax.op.negative(absolute), absolute))
+    return node.emit(relax.op.where(_has_sign_bit(node, node.tensor(other)), -absolute, absolute))
 
 
 @converts("fmax", "fmin")
@@ -316,19 +312,19 @@ def erfc(node: TorchNode, x: Any) -> relax.Expr:
     is_scaled, dtype = node.op.startswith("special"), node.dtype
     x = node.tensor(x)
     if dtype == "float64" and not is_scaled:
-        return node.emit(relax.op.subtract(const(1, dtype), relax.op.erf(x)))
+        return node.emit(const(1, dtype) - relax.op.erf(x))
     if dtype == "float64":
         raise node.refusal("of float64")
     absolute, one, two = node.emit(relax.op.abs(x)), const(1, dtype), const(2, dtype)
-    t = node.emit(relax.op.divide(one, relax.op.add(one, relax.op.multiply(absolute, const(0.5, dtype)))))
+    t = node.emit(one / (one + absolute * const(0.5, dtype)))
     exponent = const(_ERFC[-1], dtype)
     for factor in _ERFC[-2::-1]:
-        exponent = node.emit(relax.op.add(relax.op.multiply(exponent, t), const(factor, dtype)))
-    square = node.emit(relax.op.multiply(x, x))
-    exponent = exponent if is_scaled else node.emit(relax.op.subtract(exponent, square))
-    tail = node.emit(relax.op.multiply(t, relax.op.exp(exponent)))
-    upper = node.emit(relax.op.multiply(two, relax.op.exp(square))) if is_scaled else two
-    return node.emit(relax.op.where(relax.op.less(x, const(0, dtype)), relax.op.subtract(upper, tail), tail))
+        exponent = node.emit(exponent * t + const(factor, dtype))
+    square = node.emit(x * x)
+    exponent = exponent if is_scaled else node.emit(exponent - square)
+    tail = node.emit(t * relax.op.exp(exponent))
+    upper = node.emit(two * relax.op.exp(square)) if is_scaled else two
+    return node.emit(relax.op.where(x < const(0, dtype), upper - tail, tail))
 
 
 @converts("erfinv")
@@ -336,22 +332,18 @@ def erfinv(node: TorchNode, x: Any) -> relax.Expr:
     """Inverse error function: Winitzki's estimate and three Newton steps."""
     x, dtype = node.tensor(x), node.dtype
     one, half, a = const(1, dtype), const(0.5, dtype), 0.147
-    log_term = relax.op.log(relax.op.multiply(relax.op.subtract(one, x), relax.op.add(one, x)))
+    log_term = relax.op.log((one - x) * (one + x))
     log_term = node.emit(log_term)
-    center = node.emit(relax.op.add(const(2 / (math.pi * a), dtype), relax.op.multiply(log_term, half)))
-    root = relax.op.sqrt(
-        relax.op.subtract(relax.op.multiply(center, center), relax.op.multiply(log_term, const(1 / a, dtype)))
-    )
-    absolute = relax.op.sqrt(relax.op.maximum(relax.op.subtract(root, center), const(0, dtype)))
-    estimate = node.emit(relax.op.multiply(relax.op.sign(x), absolute))
+    center = node.emit(const(2 / (math.pi * a), dtype) + log_term * half)
+    root = relax.op.sqrt(center * center - log_term * const(1 / a, dtype))
+    absolute = relax.op.sqrt(relax.op.maximum(root - center, const(0, dtype)))
+    estimate = node.emit(relax.op.sign(x) * absolute)
     for _ in range(3):
-        slope = relax.op.multiply(
-            const(2 / math.sqrt(math.pi), dtype), relax.op.exp(relax.op.negative(relax.op.multiply(estimate, estimate)))
-        )
-        correction = node.emit(relax.op.divide(relax.op.subtract(relax.op.erf(estimate), x), slope))
-        estimate = node.emit(relax.op.subtract(estimate, correction))
+        slope = const(2 / math.sqrt(math.pi), dtype) * relax.op.exp(-(estimate * estimate))
+        correction = node.emit((relax.op.erf(estimate) - x) / slope)
+        estimate = node.emit(estimate - correction)
     end = node.emit(relax.op.equal(relax.op.abs(x), one))
-    infinite = relax.op.multiply(x, const(math.inf, dtype))
+    infinite = x * const(math.inf, dtype)
     return node.emit(relax.op.where(end, infinite, estimate))
 
 
@@ -389,7 +381,7 @@ def activation(node: TorchNode, x: relax.Expr, *parameters: Any) -> relax.Expr:
         return node.onnx("HardSigmoid", x, alpha=1 / 6, beta=0.5)
     if name == "hardswish":
         inner = node.onnx("HardSigmoid", x, alpha=1 / 6, beta=0.5)
-        return node.emit(relax.op.multiply(x, inner))
+        return node.emit(x * inner)
     if name == "leaky_relu":
         return node.onnx("LeakyRelu", x, alpha=float(parameters[0]) if parameters else 0.01)
     if name == "prelu":
@@ -399,13 +391,13 @@ def activation(node: TorchNode, x: relax.Expr, *parameters: Any) -> relax.Expr:
         return node.onnx("PRelu", x, slope)
     if name == "softplus":
         beta, threshold = parameters
-        scaled = node.emit(relax.op.multiply(x, const(beta, node.dtype)))
-        soft = node.emit(relax.op.divide(node.onnx("Softplus", scaled), const(beta, node.dtype)))
-        return node.emit(relax.op.where(relax.op.greater(scaled, const(threshold, node.dtype)), x, soft))
+        scaled = node.emit(x * const(beta, node.dtype))
+        soft = node.emit(node.onnx("Softplus", scaled) / const(beta, node.dtype))
+        return node.emit(relax.op.where(scaled > const(threshold, node.dtype), x, soft))
     alpha, scale, input_scale = parameters
-    negative = node.onnx("Elu", node.emit(relax.op.multiply(x, const(input_scale, node.dtype))), alpha=float(alpha))
-    value = node.emit(relax.op.where(relax.op.greater(x, const(0, node.dtype)), x, negative))
-    return value if scale == 1 else node.emit(relax.op.multiply(value, const(scale, node.dtype)))
+    negative = node.onnx("Elu", node.emit(x * const(input_scale, node.dtype)), alpha=float(alpha))
+    value = node.emit(relax.op.where(x > const(0, node.dtype), x, negative))
+    return value if scale == 1 else node.emit(value * const(scale, node.dtype))
 
 
 @converts("rrelu_with_noise_functional")
@@ -465,5 +457,5 @@ def arange(node: TorchNode, *arguments: Any) -> relax.Expr:
     values = node.emit(relax.op.arange(relax.prim_value(0), relax.prim_value(count), relax.prim_value(1), dtype))
     values = node.cast(values, node.dtype)
     if not (isinstance(step, int) and step == 1):
-        values = node.emit(relax.op.multiply(values, node.tensor(step)))
-    return values if isinstance(start, int) and start == 0 else node.emit(relax.op.add(values, node.tensor(start)))
+        values = node.emit(values * node.tensor(step))
+    return values if isinstance(start, int) and start == 0 else node.emit(values + node.tensor(start))

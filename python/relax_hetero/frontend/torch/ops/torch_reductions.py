@@ -81,7 +81,7 @@ def quantifier(node: TorchNode, x: relax.Expr, axes: Any = None, keepdim: bool =
     """Return whether any or every element is nonzero."""
     flags = node.cast(node.cast(x, "bool"), "int32")
     result = _extreme(node, "any" in node.op, flags, axes, keepdim)
-    return node.tensor(node.emit(relax.op.greater(result, const(0, "int32"))))  # empty: minimum or maximum of int32
+    return node.tensor(node.emit(result > const(0, "int32")))  # empty: minimum or maximum of int32
 
 
 @converts("var", "std", "var_mean")
@@ -97,13 +97,11 @@ def variance(node: TorchNode, x: relax.Expr, axes: Any = None, correction: Any =
         count = count * node.dims(x)[axis]
     correction = 1 if correction is None else correction
     mean = _reduce(node, "ReduceMean", x, axes, True)
-    squares = _reduce(node, "ReduceMean", node.emit(relax.op.square(relax.op.subtract(x, mean))), axes, keepdim)
+    squares = _reduce(node, "ReduceMean", node.emit(relax.op.square(x - mean)), axes, keepdim)
     if correction:
         num_elements = node.tensor(count, dtype)
-        denominator = node.emit(relax.op.subtract(num_elements, const(correction, dtype)))
-        squares = node.emit(
-            relax.op.multiply(squares, relax.op.divide(num_elements, relax.op.maximum(denominator, const(0, dtype))))
-        )
+        denominator = node.emit(num_elements - const(correction, dtype))
+        squares = node.emit(squares * (num_elements / relax.op.maximum(denominator, const(0, dtype))))
     if node.op.startswith("var_mean"):
         dims = node.sizes.shape(node.value[1].shape)
         return [squares, node.reshape(mean, dims)]
@@ -141,8 +139,8 @@ def vector_norm(
     if order == 1:
         return _reduce(node, "ReduceSum", size, axes, keepdim)
     if order == 2:
-        return node.emit(relax.op.sqrt(_reduce(node, "ReduceSum", node.emit(relax.op.multiply(x, x)), axes, keepdim)))
+        return node.emit(relax.op.sqrt(_reduce(node, "ReduceSum", node.emit(x * x), axes, keepdim)))
     if order == 0:
         return _reduce(node, "ReduceSum", node.cast(node.cast(x, "bool"), node.dtype), axes, keepdim)
-    powers = node.emit(relax.op.power(size, const(order, node.dtype)))
-    return node.emit(relax.op.power(_reduce(node, "ReduceSum", powers, axes, keepdim), const(1 / order, node.dtype)))
+    powers = node.emit(size ** const(order, node.dtype))
+    return node.emit(_reduce(node, "ReduceSum", powers, axes, keepdim) ** const(1 / order, node.dtype))
