@@ -112,8 +112,8 @@ class SentSum:
 class MatmulProblem:
     """A matrix product: ``result = rows(epilogue(init + sum over k of lhs * rhs))``.
 
-    Parameters of its kernel, in order: lhs, rhs, addresses (if it sends tiles), init (if any), operands of the epilogue
-    and of the rows, result.
+    Parameters of its kernel, in order: lhs, rhs, second (if any), addresses (if it sends tiles), init (if any),
+    operands of the epilogue and of the rows, result.
 
     Attributes
     ----------
@@ -133,6 +133,9 @@ class MatmulProblem:
         Operands of float32 may be rounded to 10 bits of fraction before they are multiplied.
     sent : SentSum or None
         Sum for which the result is sent, by kernels of GPUs.
+    second : Operand or None
+        Right operand of a second product of the same rows, stored as `rhs`, such as the gate of a gated feed-forward
+        network. Its sum is ``x1`` of the epilogue, whose operands are ``x2``, ``x3``, ...
     """
 
     lhs: Operand
@@ -144,6 +147,7 @@ class MatmulProblem:
     rows: RowPhase | None = None
     tf32: bool = False
     sent: SentSum | None = None
+    second: Operand | None = None
 
     @property
     def parameters(self) -> list[Operand]:
@@ -152,7 +156,8 @@ class MatmulProblem:
         init = init if self.sent is None else [self.sent.addresses, *init]
         epilogue = () if self.epilogue is None else self.epilogue.operands
         rows = () if self.rows is None else self.rows.operands
-        return [self.lhs, self.rhs, *init, *epilogue, *rows, self.result]
+        weights = [self.rhs] if self.second is None else [self.rhs, self.second]
+        return [self.lhs, *weights, *init, *epilogue, *rows, self.result]
 
 
 @dataclass(frozen=True)

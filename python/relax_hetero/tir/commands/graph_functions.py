@@ -380,9 +380,10 @@ def waiting_in_place(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def releases_after_wait(kernel: tirx.PrimFunc) -> bool:
-    """Return whether the next launch begins when all before this one are complete, as this one has waited."""
+    """Return whether the next launch begins when all before this one are complete, as each block has waited."""
     statements = [s for s in nodes(kernel.body, tirx.Evaluate) if is_griddepcontrol_wait(s) or is_launch_dependents(s)]
-    return [is_launch_dependents(statement) for statement in statements] == [False, True]
+    order = list(map(is_launch_dependents, statements))
+    return bool(order) and order == [False, True] * (len(order) // 2)
 
 
 def launched_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:

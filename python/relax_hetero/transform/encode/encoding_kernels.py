@@ -107,7 +107,7 @@ def _product_name(problem: MatmulProblem) -> str:
     batch = [dim for dim in dict.fromkeys((*lhs.index_map, *rhs.index_map)) if dim.startswith("b")]
     sizes = [lhs.size(dim) if dim in lhs.index_map else rhs.size(dim) for dim in batch]
     sizes += [lhs.size("m"), rhs.size("n"), lhs.size("k")]
-    op = "batch_matmul" if batch else "matmul"
+    op = ("batch_matmul" if batch else "matmul") + ("_pair" if problem.second else "")
     return f"{op}_{shape_text(sizes)}{_types_suffix(lhs.dtype, rhs.dtype)}"
 
 
@@ -170,8 +170,8 @@ class EncodingKernels:
 
     def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tvm.ir.GlobalVar | None:
         """The kernel of the same product that sends its result; None if there is none, or sending saves no time."""
-        problem = next((key for (key, _), gvar in self._kernels.items() if gvar.same_as(kernel)), None)
-        if not isinstance(problem, MatmulProblem):
+        problem = self.product_of(kernel)
+        if problem is None:
             return None
         func = self.functions[kernel]
         target = func.attrs["target"]
@@ -179,6 +179,20 @@ class EncodingKernels:
             return None
         name = f"{kernel.name_hint}_sent"
         return self._kernel(replace(problem, sent=sent), target, name, [str(op) for op in func.attrs[OPS]], name)
+
+    def product_of(self, kernel: tvm.ir.GlobalVar) -> MatmulProblem | None:
+        """The problem of a product's kernel; None for any other kernel."""
+        problem = next((key for (key, _), gvar in self._kernels.items() if gvar.same_as(kernel)), None)
+        return problem if isinstance(problem, MatmulProblem) else None
+
+    def pair(self, kernel: tvm.ir.GlobalVar, problem: MatmulProblem) -> tvm.ir.GlobalVar | None:
+        """The kernel of the product of `kernel` and a second one of the same rows; None if its device has none."""
+        target = self.functions[kernel].attrs["target"]
+        if not resolver_or_default(target).multiplies_pairs(replace(problem, second=None), target):
+            return None
+        ops = _op_names(problem.epilogue.expression if problem.epilogue else None)
+        name = "_".join([self._names.name(problem, target), *ops[:_MAX_NAMED_OPS]])
+        return self._kernel(problem, target, name, ["matmul", "matmul", *ops], name)
 
     def add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         """Add a kernel of another pass, once for each name."""
