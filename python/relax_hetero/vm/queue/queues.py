@@ -186,7 +186,11 @@ class Queues:
         if step.takes_constants:
             reads.append(self._constants)
         current_machine.devices_and_scopes = self._devices, self._scopes
-        function = self._function(self.by_entry[step.device], step.function)
+        queue = self.by_entry[step.device]
+        function = self._function(queue, step.function)
+        if not step.other_devices and is_host(self._devices[step.device]):
+            with queue.lock:
+                return function(*reads)
         if not all(is_host(self._devices[entry]) for entry in step.devices):
             function = partial(self._on_streams, step, function)
         queues_of_step = {self.by_entry[entry] for entry in step.devices}
