@@ -85,7 +85,7 @@ def _constant_bytes(value: relax.Expr, nbytes: dict[relax.Var, int]) -> int | No
 def _behind_barrier(arg: relax.Expr, name: str, block: Block, bindings: list[relax.Binding]) -> relax.Expr:
     if not is_tensor_constant(arg):
         return arg
-    var = (relax.DataflowVar if block.is_dataflow else relax.Var)(f"{name}_constant", arg.ty)
+    var = block.new_var(f"{name}_constant", arg.ty)
     call = typed(relax.Call(tvm.ir.Op.get(_BARRIER), [arg]), arg.ty)
     bindings.append(relax.VarBinding(var, call))
     return var

@@ -64,7 +64,7 @@ from ..ir.constant_values import constant_on_device_of
 from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.relax_expressions import scalar_of, to_expression
-from ..ir.rewriting import is_on_gpu, op_name
+from ..ir.rewriting import is_on_gpu, op_name, typed, with_args
 from ..quantize.quantized_operands import is_absorbable, match_dequantize
 from .absorb_permutes import absorb_permutes
 from .encoded_products import ONE
@@ -123,14 +123,13 @@ def _emit_region(emitter: Emitter, region: Region, var: relax.Var, block: Block)
     call = op.elementwise(*operands, expression=expression, encoding=encoding)
     result = emitter.emit(call, ty, f"{var.name}_encoded")
     if region.order is None and same_shape(shape, shape_of(var) or []):
-        emitter.bind(var, relax.Call(unset.op, [result], unset.attrs, ret_ty=var.ty))
+        emitter.emit_as(var, with_args(unset, [result]))
         return
     row_major = emitter.emit(op.unset_encoding(result, encoding), ty, f"{var.name}_plain")
     if region.order is None:
-        view = relax.op.reshape(row_major, shape_of(var))
+        emitter.emit_as(var, relax.op.reshape(row_major, shape_of(var)))
     else:
-        view = relax.op.permute_dims(row_major, list(region.order))
-    emitter.bind(var, relax.Call(view.op, list(view.args), view.attrs, ret_ty=var.ty))
+        emitter.emit_as(var, relax.op.permute_dims(row_major, list(region.order)))
 
 
 def _simplify_region(region: Region) -> tuple[Expression, list[RegionOperand]]:
@@ -167,15 +166,11 @@ def _constant_array(operand: RegionOperand) -> np.ndarray | None:
 
 def _aligned_to_root(emitter: Emitter, operand: RegionOperand, name: str) -> relax.Expr:
     """The operand, reshaped or permuted to the root's dimensions if its op is after a reshape or permutation."""
-    value, dtype = operand.value, str(operand.value.ty.dtype)
     if operand.axes is not None:
-        shape = shape_of(value) or []
-        ty = tensor_type([shape[axis] for axis in operand.axes], dtype, value.ty)
-        return emitter.emit(relax.op.permute_dims(value, list(operand.axes)), ty, f"{name}_permuted")
-    if operand.shape is not None and not same_shape(operand.shape, shape_of(value) or []):
-        ty = tensor_type(operand.shape, dtype, value.ty)
-        return emitter.emit(relax.op.reshape(value, list(operand.shape)), ty, f"{name}_reshaped")
-    return value
+        return emitter.permuted(operand.value, operand.axes, f"{name}_permuted")
+    if operand.shape is not None and not same_shape(operand.shape, shape_of(operand.value) or []):
+        return emitter.reshape(operand.value, operand.shape, f"{name}_reshaped")
+    return operand.value
 
 
 # Maximum number of terms of an expression. The text of an expression repeats a value that is used several times.
@@ -532,8 +527,8 @@ def unset_below_transfers(block: Block) -> list[relax.Binding] | None:
         encoded = source.args[0]
         shape = encoded.ty.shape
         ty = relax.TensorType(shape, encoded.ty.dtype, var.ty.vdevice, -1 if shape is not None else encoded.ty.ndim)
-        transfer = emitter.emit(relax.Call(value.op, [encoded], value.attrs), ty, f"{var.name}_encoded")
-        unset = relax.Call(source.op, [transfer], source.attrs, ret_ty=var.ty)
+        transfer = emitter.emit(with_args(value, [encoded]), ty, f"{var.name}_encoded")
+        unset = typed(with_args(source, [transfer]), var.ty)
         emitter.bind(var, unset)
         definitions[var] = unset
         changed = True

@@ -63,18 +63,13 @@ class CudaWork:
 
 
 class CudaCommands:
-    """Submits a recording on a CUDA device, from any thread.
-
-    Attributes
-    ----------
-    runs : str
-        How commands run, as in `RegionSpec.runs`.
-    """
+    """Submits a recording on a CUDA device, from any thread."""
 
     def __init__(self, device: runtime.Device, recording: Recording, library: CudaLibrary) -> None:
         self._device, self._recording, self._library = device, recording, library
         self._names = [parameter_name(index) for index in range(len(recording.parameters))]
         self._directs = [buffer.address for buffer in recording.directs]
+        # How commands run, as in `RegionSpec.runs`.
         self.runs = "stream" if _reads_memory(recording.commands) else GRAPH
         self._lock = threading.Lock()
         # Graphs contain addresses, so each keeps its table alive; no graph (None) before the second submission.

@@ -50,21 +50,13 @@ class QueuedCall:
         Fence that gets the result, or the error.
     owner : object
         Virtual machine, kept alive until the call has ended.
-
-    Attributes
-    ----------
-    values : list of object
-        Values by number; None before they are issued and after their last reader.
-    points : dict of int to Point
-        Stream points, by number, of values that are issued and not yet complete.
-    sizes : mapping of str to int
-        Values of symbolic dimensions.
     """
 
     def __init__(self, plan: QueuePlan, number: int, prepared: PreparedCall, fence: Fence, owner: object) -> None:
-        self.sizes = prepared.sizes
+        self.sizes = prepared.sizes  # values of symbolic dimensions
+        # Values by number; None before they are issued and after their last reader.
         self.values: list[Any] = [*prepared.values, *(None,) * (plan.num_values - len(prepared.values))]
-        self.points: dict[int, Point] = {}
+        self.points: dict[int, Point] = {}  # stream points, by number, of values that are issued and not yet complete
         self._plan, self._number, self._fence, self._owner = plan, number, fence, owner
         self._finish: Callable[[Any], Any] | None = prepared.finish
         self._lock = threading.RLock()
