@@ -107,7 +107,7 @@ def graphs(library: CudaLibrary, count: int) -> Iterator[tuple[str, int, object]
     timed = TimedGraph(library, 0, kernels)
     yield "an event after each", timed.handle, timed
     if isinstance(nccl, str):
-        print(f"without NCCL: {nccl}")
+        print(f"without NCCL: {nccl}", flush=True)
         return
     (communicator,) = nccl.communicators([0])
     stream, buffers = Stream(library, 0), [tvm.runtime.empty((BYTES,), "uint8", device) for _ in range(2)]

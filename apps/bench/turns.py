@@ -90,7 +90,10 @@ def real_time(is_on: bool = True) -> Iterator[None]:
     if not is_on:
         yield
         return
-    _schedule(os.SCHED_RR, _PRIORITY)
+    try:
+        _schedule(os.SCHED_RR, _PRIORITY)
+    except PermissionError as error:
+        raise SystemExit("real time needs privileges: run as root, with CAP_SYS_NICE, or without --real-time") from error
     try:
         yield
     finally:

@@ -3,7 +3,7 @@
 python apps/bench/cluster_bench/simulated_calls.py              # four hosts, two devices, a mesh of two
 
 The times of a part and of transfers are measured first: a part alone on one core, and chains of small ops that cross
-the same hosts with other sizes. From these, `simulate_calls` expects the time of one call, and of many calls under way,
+the same hosts with other sizes, or the same devices. From these, `simulate_calls` expects the time of one call, and of many calls under way,
 where hosts share the machine's cores. Nothing else is fitted.
 """
 
@@ -122,20 +122,22 @@ def main(hosts: int, rows: int, calls: int, rounds: int) -> None:
         transfer = _transfer(hosts, rows, rounds)
         print(f"a part {part * 1e3:.3f} ms, a transfer {transfer * 1e6:.0f} us, {cores} cores, {sharing}", flush=True)
         slower = part * (1.0 if sharing is None else sharing.products)
-        handover = 0.0 if sharing is None else sharing.handover
         over_hosts = Network(hosts, rows, PRODUCTS, True, [])
         stages, transfers = [part] * hosts, [transfer] * (hosts + 1)
         compare(f"{hosts} hosts, one call", over_hosts, simulate_calls(stages, transfers, 1))
         many = simulate_calls([slower] * hosts, transfers, calls, min(calls, 16), cores)
         compare(f"{hosts} hosts, {calls} calls", over_hosts, many, calls)
         over_hosts.close()
-        placement = {"part0/*": "llvm:0", "part1/*": "llvm:1"}
-        two = Network(2, rows, PRODUCTS, False, [one_core()] * 2, placement=placement)
+        pair, placement = [one_core()] * 2, {"part0/*": "llvm:0", "part1/*": "llvm:1"}
+        small = median_seconds(Network(1, rows, 0, False, [one_core()]).calls, rounds)
+        handover = max(median_seconds(Network(2, rows, 0, False, pair, placement=placement).calls, rounds) - small, 0.0)
+        print(f"from one device to the other one {handover * 1e6:.0f} us", flush=True)
+        two = Network(2, rows, PRODUCTS, False, pair, placement=placement)
         compare("two devices, one call", two, simulate_calls([part] * 2, [0.0, handover, handover], 1))
         many = simulate_calls([slower] * 2, [0.0, handover, 0.0], calls, 16, cores)
         compare(f"two devices, {calls} calls", two, many, calls)
         half = median_seconds(Network(1, rows // 2, PRODUCTS, False, [one_core()]).calls, rounds)
-        mesh = Network(1, rows, PRODUCTS, False, [one_core()] * 2, data_parallel=2)
+        mesh = Network(1, rows, PRODUCTS, False, pair, data_parallel=2)
         compare("a batch over two devices", mesh, half * slower / part + 2 * handover)
     finally:
         ray.shutdown()

@@ -153,7 +153,10 @@ MIXTURE = Sizes(
 )  # fmt: skip
 # In 4 bits, it has 17 GB.
 QWEN3_30B = replace(MIXTURE, layers=48, vocabulary=151936, context=40960, experts=128)
-SHAPES = {"tiny": Sizes(), "1b": TINYLLAMA, "8b": LLAMA_8B, "mixture": MIXTURE, "30b-a3b": QWEN3_30B}
+LLAMA_70B = replace(LLAMA_8B, layers=80, width=8192, feed_forward=28672, heads=64)
+SHAPES = {
+    "tiny": Sizes(), "1b": TINYLLAMA, "8b": LLAMA_8B, "70b": LLAMA_70B, "mixture": MIXTURE, "30b-a3b": QWEN3_30B,
+}  # fmt: skip
 # Types of llama.cpp's Q4_K_M, without the layers with more bits.
 FOUR_BITS = {"output.weight": "Q6_K", "*attn_v.weight": "Q6_K", "*": "Q4_K"}
 

@@ -212,7 +212,7 @@ def _timed(
         shuffle.shuffle(order)
         for name in order:
             wait_until_idle()
-            end, rate = time.perf_counter() + TURN_SECONDS, _rate(shared)
+            rate, end = _rate(shared), time.perf_counter() + TURN_SECONDS
             while time.perf_counter() < end:
                 before, begin = rate, time.perf_counter()
                 calls[name]()

@@ -112,7 +112,7 @@ def scale_command(
     with console(stderr=True).status("Measuring the devices"):
         vdevices, costs, fleet = fleet_of(vdevice, hosts, devices, LinkCost(rate * 1e9, latency * 1e-6), measure)
         if link is not None:
-            fleet = replace(fleet, link=LinkCost(link[0] * 1e9, link[1] * 1e-6))
+            fleet = fleet.with_link(LinkCost(link[0] * 1e9, link[1] * 1e-6))
         shared = SharedBandwidth.of(vdevices[0]) if measure else None
         rates = [] if shared is None else [shared.measure() for _ in range(_PROBES)]
     cache = default_cache(sizes, vdevices[:1], context, texts)
@@ -200,9 +200,9 @@ def _tables(
     else:
         ratios = [f"of {plural(texts, 'text')} {ratio:.2f}" for texts, ratio in calibration.decode.items()]
         yield (
-            f"Estimates are corrected by layers that were measured: decode steps {', '.join(ratios)}, "
-            f"those of cached tokens {calibration.cached:.2f}, prefill {calibration.prefill:.2f} of the times that are "
-            "expected of their parts."
+            f"Estimates are corrected by layers that were measured: products take {calibration.products:.2f} of the "
+            f"expected time, and with that, decode steps {', '.join(ratios)}, those of cached tokens "
+            f"{calibration.cached:.2f}, prefill {calibration.prefill:.2f} of the times that are expected of their parts."
         )
         if (host := calibration.host) is not None:
             further = {"text": host.text, "device of a group": host.device, "stage": host.stage}

@@ -118,6 +118,13 @@ class Fleet:
         shared = sharing.lone_memory, sharing.memory, sharing.products
         return cls(hosts, count, link, network, sharing.handover, False, sharing.devices, *shared)
 
+    def with_link(self, link: LinkCost) -> Fleet:
+        """The fleet with another link between devices of a host; sums of CPU devices take at least its latency."""
+        handover = self.handover
+        if handover is not None:
+            handover = max(handover if self.workers else 0.0, link.latency)  # it is measured if there are workers
+        return replace(self, link=link, handover=handover)
+
     def slowdowns(self, bandwidth: float, count: int, group: int) -> tuple[float, float, float]:
         """Factors of a device's time for all work, as devices take turns, and besides for reading and for products.
 
@@ -581,7 +588,8 @@ def _call_sizes(texts: int, batch: int | None) -> list[int]:
 def _imbalance(pairs: tuple[float, ...], used: int, devices: int, rows: int) -> float:
     """Most experts that a device reads over the mean of devices, if each row chooses `used`, as frequently as `pairs`.
 
-    The arguments of the `used` first arrivals of Poisson processes are such a choice.
+    A row chooses the experts whose first arrivals, at rates of `pairs`, are the earliest: one after the other, without
+    repetition, each with a probability proportional to its rate.
     """
     generator, experts, most, all_touched = np.random.default_rng(0), len(pairs), 0.0, 0.0
     rates = np.maximum(pairs, 1e-9)

@@ -410,5 +410,9 @@ def test_links_and_counts_are_given(large, runner, tmp_path):
 
     usual, slow = best(), best("--link", "1", "500")
     assert slow[2, 1] > usual[2, 1] and slow[1, 2] > usual[1, 2] and slow[1, 1] == usual[1, 1]
+    common[3] = '{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 1}'
+    near, far = best("--link", "10", "1"), best("--link", "10", "500")  # two sums a layer, of the heads and the experts
+    assert far[2, 1] - near[2, 1] == pytest.approx(2 * 48 * 499e-6, rel=0.1) and far[1, 1] == near[1, 1]
+    common[3] = json.dumps(GPU)
     counted = best("--expert-counts", str(tmp_path / "counts.json"))
     assert counted[1, 1] < usual[1, 1]
