@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -175,6 +175,23 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed:
         report.sections.append(("random numbers", f"RELAX_HETERO_TEST_SEED={os.environ['RELAX_HETERO_TEST_SEED']}"))
     return report
+
+
+class _ScheduleErrors:
+    """Log of `ScheduleCPU` that raises the errors of rules which it is to note."""
+
+    def debug(self, message: str, *args: object, exc_info: bool) -> None:
+        raise AssertionError(message % args)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rules_for_loops_do_not_fail() -> Iterator[None]:
+    """Fail tests of models in which a rule for loops has an error, which costs a model only its speed."""
+    from relax_hetero.transform.dispatch import schedule_cpu
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule_cpu, "_log", _ScheduleErrors())
+        yield
 
 
 @pytest.fixture

@@ -264,6 +264,7 @@ def bench_command(
     os.environ["TVM_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     from ..report.text.call_tables import memory_line, use_with
+    from ..report.text.explanation import print_idle_devices
     from ..report.text.kernel_tables import precisions_text, product_precisions
     from .arrays import random_arrays
     from .models import obtain, refuse_language_model
@@ -305,6 +306,7 @@ def bench_command(
         )
     else:
         _print_results(model, threads, results)
+        print_idle_devices(compiled.executable)
         console().print(precisions_text(precisions), markup=False)
         console().print(f"Compile cache: {compiled.executable.metadata.cache}.", markup=False)
         if memory is not None:

@@ -85,6 +85,8 @@ def run_command(
     relax-hetero run model.so --input inputs.npz --output outputs.npz
     relax-hetero run model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --check
     """
+    from ..report.text.explanation import print_idle_devices
+
     if check and onnx is None and not is_onnx(model):
         raise click.UsageError("--check needs the ONNX file that the library was compiled from: --onnx MODEL.onnx")
     if function_name == "main":
@@ -103,6 +105,7 @@ def run_command(
         print_json(report.to_json())
     else:
         report.print()
+        print_idle_devices(compiled.executable)
     if not all(comparison.passed for comparison in comparisons or ()):
         click.echo(f"error: {model.name} differs from ONNX Runtime (rtol {rtol:g}, atol {atol:g})", err=True)
         sys.exit(1)

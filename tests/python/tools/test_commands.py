@@ -159,6 +159,11 @@ def test_explain_says_which_rule_placed_an_op(invoke: Invoke, model: Path, tmp_p
     assert "3 ops on 2 devices, 1 transfer of 32 B in all." in shown.stdout
 
 
+def test_runs_say_which_device_has_no_op(invoke: Invoke, model: Path):
+    shown = invoke("run", model, *TWO, "--place", "*=llvm:0").stdout
+    assert "llvm:1 runs no op; for example, '/lower/MatMul' is on llvm:0: rule '*'." in shown
+
+
 def test_explain_lists_command_buffers(invoke: Invoke, model: Path, tmp_path: Path):
     data = parsed(invoke("explain", model, "--json"))["command_buffers"]
     (region,) = data["regions"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ...artifact.memory_plan import MemoryPlan
 from ...artifact.messages import AUTO, unknown_name
 from ...artifact.metadata import CacheUse, device_names
-from ...display.console import Shown, show, table
+from ...display.console import Shown, console, show, table
 from ...display.text import bytes_text, plural
 from ...errors import HeteroError
 from .call_tables import Schedules, memory_lines, memory_tables
@@ -180,6 +180,8 @@ class Explanation:
         if missed := self._missed_rows():
             yield table("Missed", ["missed", "times", "why"], missed, right=["times"])
         yield self._placement_line()
+        if line := idle_line(list(self.targets), self.entries):
+            yield line
         if self.collectives:
             yield self._collectives_line()
         if self.encodings is not None:
@@ -281,6 +283,29 @@ class Explanation:
             yield f"Memory: {self.huge_pages}."
         if self.cache is not None:
             yield f"Compile cache: {self.cache}."
+
+
+def idle_line(
+    devices: Sequence[str],  # names of all devices
+    entries: Sequence[Mapping[str, Any]],  # entries of the placement report as JSON data
+) -> str:
+    """Sentence about devices that run no op, with the longest reason of an op's device; empty if all run some."""
+    ops = [entry for entry in entries if entry["kind"] == "op"]
+    idle = [name for name in devices if all(entry["device"] != name for entry in ops)]
+    if not ops or not idle:
+        return ""
+    example = max(ops, key=lambda entry: len(entry["reason"]))
+    return (
+        f"{', '.join(idle)} {'runs' if len(idle) == 1 else 'run'} no op; for example, {example['variable']!r} is on "
+        f"{example['device']}: {example['reason']}."
+    )
+
+
+def print_idle_devices(executable: Executable) -> None:
+    """Print `idle_line` of an executable that has a placement report."""
+    metadata = executable.metadata
+    if line := idle_line(device_names(metadata.devices), metadata.placement or ()):
+        console().print(line, markup=False)
 
 
 def explain(executable: Executable, sections: Sequence[str], file: TextIO | None = None) -> None:

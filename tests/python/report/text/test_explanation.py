@@ -68,6 +68,12 @@ def test_all_is_every_section():
     assert "3 ops on 2 devices, 1 transfer of 16 B in all." in shown
 
 
+def test_devices_without_ops_are_named_with_a_reason():
+    idle = replace(EXPLANATION, targets={**EXPLANATION.targets, "cuda:1": '{"kind":"cuda","arch":"sm_90"}'})
+    assert "cuda:1 runs no op; for example, 'a' is on llvm:0: because of [a]." in shown_of(idle)
+    assert "no op" not in shown_of(EXPLANATION) and "no op" not in shown_of(replace(idle, entries=[]))
+
+
 def test_copies_between_devices_without_collectives_are_pointed_to():
     assert '"transfers" lists' in shown_of(EXPLANATION, "collectives")
     copies = [each for each in EXPLANATION.entries if each["kind"] != "transfer"]
