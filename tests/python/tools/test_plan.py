@@ -165,11 +165,15 @@ def test_limits_decide_how_many_stages_share_layers(large: Path, monkeypatch: py
 
 def test_reasons_of_single_devices_name_the_next_best(large: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: True)
+    with monkeypatch.context() as patch:
+        patch.setattr("relax_hetero.frontend.gguf.choose_rules._MAX_SHARED_TIME", 0.1)
+        reason = planned_on_gpus(large, "auto").parts[1].reason
+    assert reason.endswith("; groups are chosen if they take less than 0.1 of its time")
     slow = LinkCost(1e8, 1e-3)
     monkeypatch.setitem(globals(), "ON_GPUS", CostModel(ON_GPUS.devices, {(0, 1): slow, (1, 0): slow}))
     alone = planned_on_gpus(large, "auto")
     assert {part.device for part in alone.parts} == {"cuda:0"}
-    assert re.search("; layers shared by 2 devices take .* a token, this plan ", alone.parts[1].reason)
+    assert re.search("; layers shared by 2 devices take .* a token, this plan [^;]*$", alone.parts[1].reason)
 
 
 @pytest.mark.slow

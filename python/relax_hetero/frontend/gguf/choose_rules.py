@@ -88,9 +88,10 @@ def _on_single_devices(
     rules = problem.rules(plan)
     other = ""
     if shared:
-        other = (
-            f"; {_text_of(shared[0][1])} take {time_text(shared[0][0])} a token, this plan {time_text(plan.seconds)}"
-        )
+        seconds, groups = shared[0]
+        other = f"; {_text_of(groups)} take {time_text(seconds)} a token, this plan {time_text(plan.seconds)}"
+        if seconds < plan.seconds:
+            other += f"; groups are chosen if they take less than {_MAX_SHARED_TIME:g} of its time"
     reasons = {pattern: reason + other for pattern, _, reason in rules}
     chosen = {pattern: device for pattern, device, _ in rules}
     return ChosenRules(chosen, reasons, problem.estimate(plan.seconds, busy), None)
