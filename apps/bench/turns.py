@@ -93,7 +93,8 @@ def real_time(is_on: bool = True) -> Iterator[None]:
     try:
         _schedule(os.SCHED_RR, _PRIORITY)
     except PermissionError as error:
-        raise SystemExit("real time needs privileges: run as root, with CAP_SYS_NICE, or without --real-time") from error
+        needs = "real time needs privileges: run as root, with CAP_SYS_NICE, or without --real-time"
+        raise SystemExit(needs) from error
     try:
         yield
     finally:

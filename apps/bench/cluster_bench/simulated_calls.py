@@ -3,8 +3,8 @@
 python apps/bench/cluster_bench/simulated_calls.py              # four hosts, two devices, a mesh of two
 
 The times of a part and of transfers are measured first: a part alone on one core, and chains of small ops that cross
-the same hosts with other sizes, or the same devices. From these, `simulate_calls` expects the time of one call, and of many calls under way,
-where hosts share the machine's cores. Nothing else is fitted.
+the same hosts with other sizes, or the same devices. From these, `simulate_calls` expects the time of one call, and of
+many calls under way, where hosts share the machine's cores. Nothing else is fitted.
 """
 
 from __future__ import annotations

@@ -202,7 +202,8 @@ def _tables(
         yield (
             f"Estimates are corrected by layers that were measured: products take {calibration.products:.2f} of the "
             f"expected time, and with that, decode steps {', '.join(ratios)}, those of cached tokens "
-            f"{calibration.cached:.2f}, prefill {calibration.prefill:.2f} of the times that are expected of their parts."
+            f"{calibration.cached:.2f}, prefill {calibration.prefill:.2f} of the times that are expected of their "
+            "parts."
         )
         if (host := calibration.host) is not None:
             further = {"text": host.text, "device of a group": host.device, "stage": host.stage}
