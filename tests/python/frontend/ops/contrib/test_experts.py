@@ -75,7 +75,7 @@ def test_experts_of_a_few_bits_compute_the_rows_that_chose_them():
     np.testing.assert_allclose(actual, expected, 1e-4, 1e-4)
 
 
-# Kernels of a few bits round activations to 16 bits (docs/explanation/precision.md): 8e-6 of the largest one in a block.
+# Kernels of a few bits round activations to 16 bits: 1.6e-5 of the largest in a block (docs/explanation/precision.md).
 ROUNDED = 1e-4
 SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1}
 
