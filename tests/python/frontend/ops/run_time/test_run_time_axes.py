@@ -40,7 +40,6 @@ def test_axes_of_a_reduction(keepdims):
     assert_refused(total, DATA, np.array([1, -2]), match="names an axis twice")
 
 
-@pytest.mark.slow
 def test_a_mean_of_nothing_along_an_axis_that_a_call_names():
     mean = function_of("ReduceMean", DATA, np.array([0], "int64"))
     np.testing.assert_allclose(mean(DATA, np.array([-1])), DATA.mean(-1, keepdims=True), rtol=1e-5)
