@@ -194,7 +194,7 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, text: str) ->
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @smoke(counts=[10], rounds=1, replays=lambda given: min(given, 10))
 def main(counts: list[int], rounds: int, replays: int, arch: str, as_json: bool) -> None:
-    """Time submissions on an NVIDIA GPU; needs torch, and cuda-bindings."""
+    """Time submissions on an NVIDIA GPU; needs torch."""
     device = rh.VDevice({"kind": "cuda", "arch": arch})
     rows = [measure(count, rounds, device) for count in counts]
     growth = [measure_growth(counts[-1], replays, device)] if replays else []

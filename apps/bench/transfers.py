@@ -5,7 +5,9 @@ python apps/bench/transfers.py --vdevice llvm --vdevice cuda:0 --vdevice cuda:1 
 A CPU sends a GPU an argument in plain memory, such as numpy's; an argument in pinned memory (`rh.vm.pinned_array`); or
 the result of a kernel, where only the transfer is timed, in plain calls and in submitted ones. ``--torch`` also times
 PyTorch's copies of as many bytes between the same devices, with pinned memory, which shows the rate of the link, and
-with plain memory. Between two CPUs nothing moves, but the result is a copy: results never share memory with arguments.
+with plain memory. Between two GPUs, "in order" is the time from a kernel's end to the next kernel's begin on the other
+one, with a small copy between them, that GPUs need where the host is ahead of them (`scaling.GPU_TRANSFER_SECONDS`).
+Between two CPUs nothing moves, but the result is a copy: results never share memory with arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ COLUMNS = {
     "torch pageable GB/s": "torch, plain",
     "milliseconds": "milliseconds",
     "latency_us": "latency, µs",
+    "in_order_us": "in order, µs",
 }
+CROSSINGS = 8, 40
+"""Transfers of two calls, whose difference in time is that of the others."""
+GPU_EXTENT = 8192
+"""Rows of the products that a GPU computes while the host issues these transfers: some tens of milliseconds."""
 
 
 def transfer_module(
@@ -52,6 +59,36 @@ def transfer_module(
     mod = builder.get()
     mod.update_global_info("vdevice", vdevices)
     return mod
+
+
+def crossing_module(vdevices: list[relax.VDevice], source: int, target: int, count: int, extent: int) -> tvm.IRModule:
+    """`main(x)` crosses between two devices after products that keep the first one busy."""
+    builder, square = relax.BlockBuilder(), relax.TensorType((extent, extent), "float32", vdevices[source])
+    x = relax.Var("x", square)
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            product = builder.emit(relax.op.matmul(builder.emit(relax.op.matmul(x, x)), x))
+            value: relax.Expr = builder.emit(relax.op.max(product, axis=[0]))
+            for number in range(count):
+                end = (target, source)[number % 2]
+                value = builder.emit(relax.op.to_vdevice(builder.emit(relax.op.negative(value)), vdevices[end]))
+            result = builder.emit_output(relax.op.negative(value))
+        builder.emit_func_output(result)
+    mod = builder.get()
+    mod.update_global_info("vdevice", vdevices)
+    return mod
+
+
+def seconds_in_order(
+    vdevices: list[relax.VDevice], source: int, target: int, rounds: int, extent: int = GPU_EXTENT
+) -> float:
+    """Seconds of a crossing between two devices that the host has issued before."""
+    seconds = []
+    for count in CROSSINGS:
+        vm = rh.vm.VirtualMachine(rh.compile(crossing_module(vdevices, source, target, count, extent)))
+        x = tvm.runtime.tensor(np.full((extent, extent), 1 / extent, "float32"), vm.devices[source])
+        seconds.append(seconds_per_call(vm, [vm.devices[source], vm.devices[target]], x, rounds))
+    return (seconds[1] - seconds[0]) / (CROSSINGS[1] - CROSSINGS[0])
 
 
 def machine(*transfer: Any) -> rh.vm.VirtualMachine:
@@ -79,7 +116,8 @@ def seconds_per_call(vm: rh.vm.VirtualMachine, devices: list[tvm.runtime.Device]
             device.sync()
         start = time.perf_counter()
         vm["main"](x)
-        devices[1].sync()
+        for device in devices:
+            device.sync()
         return time.perf_counter() - start
 
     return median_of(call, rounds)
@@ -168,6 +206,8 @@ def rows_between(vdevices: list[relax.VDevice], source: int, target: int, elemen
     ]
     small = machine(vdevices, source, target, 16)
     rows[0]["latency_us"] = seconds_per_call(small, devices, plain_input(small, source, 16), 101) * 1e6
+    if all(vdevices[end].target.kind.name == "cuda" for end in (source, target)):
+        rows[0]["in_order_us"] = seconds_in_order(vdevices, source, target, rounds) * 1e6
     return rows
 
 

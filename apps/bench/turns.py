@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 # Timed seconds of a program per turn, and maximum number of its calls.
@@ -15,6 +17,7 @@ MAX_CALLS = 200
 # A slower program gets no untimed call before its turn, and two turns in all.
 SLOW_SECONDS = 0.5
 SLOW_TURNS = 2
+_PRIORITY = 5  # of `real_time`, 1 to 99
 # Idle threads of a pool spin for some milliseconds before they sleep.
 _IDLE_STEP, _IDLE_LIMIT, _IDLE_SHARE = 0.002, 0.25, 0.2
 
@@ -79,6 +82,25 @@ def take_turns(calls: Mapping[str, Callable[[], object]], rounds: int, seed: int
         if collected:
             gc.enable()
     return timings
+
+
+@contextmanager
+def real_time(is_on: bool = True) -> Iterator[None]:
+    """Run all threads of this process before those of other programs, which needs privileges; for seconds only."""
+    if not is_on:
+        yield
+        return
+    _schedule(os.SCHED_RR, _PRIORITY)
+    try:
+        yield
+    finally:
+        _schedule(os.SCHED_OTHER, 0)
+
+
+def _schedule(policy: int, priority: int) -> None:
+    for task in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setscheduler(int(task), policy, os.sched_param(priority))
 
 
 def wait_until_idle() -> bool:

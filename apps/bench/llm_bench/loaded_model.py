@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import relax_hetero as rh
-from relax_hetero.llm.calibrate import decode_steps, prompt
+from relax_hetero.llm.calibrate import STEPS, decode_steps, prompt
 
 Call = Callable[[], object]
 
@@ -53,10 +53,10 @@ class LoadedModel:
             for first in range(0, context - 1, max(chunks)):
                 self.model.prefill(slot, text[first : min(first + max(chunks), context - 1)])
 
-    def step(self, batch: int) -> Call:
-        """`STEPS` greedy decode steps of `batch` sequences, one ahead of the tokens that are read."""
+    def step(self, batch: int, steps: int = STEPS) -> Call:
+        """Greedy decode steps of `batch` sequences, one ahead of the tokens that are read."""
         tokens = self.tokens[:batch]
-        return decode_steps(self.model, self.slots[:batch], tokens[:, -1].tolist(), tokens.shape[1] - 1)
+        return decode_steps(self.model, self.slots[:batch], tokens[:, -1].tolist(), tokens.shape[1] - 1, steps)
 
     def prefill(self, rows: int) -> Call:
         """A prefill of an empty sequence, to logits in the host's memory."""

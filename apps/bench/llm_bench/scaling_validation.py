@@ -6,9 +6,9 @@ python apps/bench/llm_bench/scaling_validation.py --vdevice cuda --shape 8b --la
 `relax-hetero scale --measure` simulates: some layers are timed on one device, all other times follow from them. Each
 arrangement is loaded by `rh.llm.load`, and called as an engine calls it. All are timed in turns.
 
-Virtual machines change their speed: cores that read memory at the same time do so at one of several rates. So that is
-measured right before and after each turn, which is compared with the simulation at these rates, and does not count if
-that has changed meanwhile.
+Virtual machines change their speed: cores that read memory at the same time do so at one of several rates, for
+milliseconds or minutes. So that is measured between every two calls of CPU devices, each of which is compared with the
+simulation at the rates before and after, and does not count if these differ.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bars import Check, simulated_time  # noqa: E402
 from smoke import smoke  # noqa: E402
-from turns import Timing, take_turn, wait_until_idle  # noqa: E402
+from turns import real_time, wait_until_idle  # noqa: E402
 
 from llm_bench import random_gguf  # noqa: E402
 from llm_bench.loaded_model import LoadedModel  # noqa: E402
@@ -48,7 +49,11 @@ from relax_hetero.llm.calibrate import STEPS, calibrate  # noqa: E402
 from relax_hetero.tools.scale import fleet_of  # noqa: E402
 
 STEADY = 1.1
-"""Longer over shorter simulated time at the rates before and after a turn that counts."""
+"""Longer over shorter simulated time at the rates before and after a call that counts."""
+PROBED_STEPS, PROBE_CALLS = 2, 2
+"""Decode steps of a call of CPU devices, and calls of a probe of their memory, so that both see the same machine."""
+TURN_SECONDS = 0.25
+"""Time of the calls of a turn, unless one takes longer."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,12 @@ def cases(devices: int, is_gpu: bool) -> Iterator[Case]:
 @click.option("--context", default=256, show_default=True, help="Tokens of a sequence in a decode step.")
 @click.option("--rounds", default=7, show_default=True)
 @click.option("--only", multiple=True, help="Arrangements whose names have this text, such as 'group'. Repeatable.")
+@click.option(
+    "--real-time",
+    "is_real_time",
+    is_flag=True,
+    help="Time before all other programs of this machine; needs privileges (root, or CAP_SYS_NICE).",
+)
 @smoke(shape="tiny", layers=4, batches="2", chunk=32, context=32, rounds=1)
 def main(
     vdevice: str,
@@ -103,6 +114,7 @@ def main(
     context: int,
     rounds: int,
     only: tuple[str, ...],
+    is_real_time: bool,
 ) -> None:
     """Simulate and measure each arrangement."""
     random_gguf.RANDOM_ROWS = 1021
@@ -116,12 +128,15 @@ def main(
         path = write_gguf(Path(folder, "model.gguf"), replace(SHAPES[shape], layers=layers), kind, 0)
         file = read_language_model(path)
         sizes = hyperparameters_of(file)
-        vdevices, costs, fleet = fleet_of(device, 1, 2 * devices, LinkCost(1e9, 1e-3), measure=True)
+        with real_time(is_real_time):
+            vdevices, costs, fleet = fleet_of(device, 1, 2 * devices, LinkCost(1e9, 1e-3), measure=True)
         cache = PagedCache(counts, (chunk,), max(counts), max(context, chunk) + 64)
-        calibration = calibrate(file, cache, vdevices, costs, max(counts))
+        with real_time(is_real_time):
+            calibration = calibrate(file, cache, vdevices, costs, max(counts))
         problem = LayerProblem(file, sizes, cache, vdevices[:1], costs, {})
         print(f"{fleet}\n{calibration}", flush=True)
         shared = SharedBandwidth.of(vdevices[0])
+        steps = STEPS if shared is None else PROBED_STEPS
         calls: dict[str, Callable[[], object]] = {}
         expected: dict[str, Callable[[float], float]] = {}
         for case in cases(devices, is_gpu):
@@ -135,12 +150,17 @@ def main(
                 groups = replace(fleet, shared_bandwidth=rate), case.tensor, case.stages, case.replicas
                 return Pipeline(problem.search.parts, sizes, costs, *groups, calibration)
 
-            loaded = _load(case, path, device, simulated(fleet.shared_bandwidth), counts, chunk, context)
+            # CPU replicas would share what they read of one file in a cache.
+            paths = [path] * case.replicas
+            for replica in range(1, 1 if is_gpu else case.replicas):
+                paths[replica] = Path(folder, f"replica{replica}.gguf")
+                write_gguf(paths[replica], replace(SHAPES[shape], layers=layers), kind, replica)
+            loaded = _load(case, paths, device, simulated(fleet.shared_bandwidth), counts, chunk, context)
             for texts in counts:
                 if texts % case.calls:
                     continue
                 name = f"{case}: decode {texts}"
-                calls[name] = _together([each.step(texts) for each in loaded])
+                calls[name] = _together([each.step(texts, steps) for each in loaded])
                 expected[name] = partial(_decode_seconds, simulated, texts, context, texts // case.calls)
             if case.calls == 1:
                 calls[f"{case}: prefill"] = _together([each.prefill(chunk) for each in loaded])
@@ -149,14 +169,17 @@ def main(
         for call in calls.values():
             call()
         gc.disable()
-        turns, rates = _turns(calls, rounds, shared)
-        if rates:
-            low, high = min(rates) / 1e9, max(rates) / 1e9
+        with real_time(is_real_time):
+            timed = _timed(calls, rounds, shared)
+        if shared is not None:
+            rates = sorted(each.after for samples in timed.values() for each in samples)
             print(
-                f"devices read {low:.1f} to {high:.1f} GB/s each at the same time, in {len(rates)} probes", flush=True
+                f"devices read {rates[0] / 1e9:.1f} to {rates[-1] / 1e9:.1f} GB/s each at the same time, in "
+                f"{len(rates)} probes",
+                flush=True,
             )
-        for name, each in turns.items():
-            checks.append(_check(name, each, expected[name]))
+        for name, samples in timed.items():
+            checks.append(_check(name, samples, expected[name], 1 if "prefill" in name else steps))
         calls.clear()
         gc.collect()
     if not all(check.passed for check in checks):
@@ -164,13 +187,12 @@ def main(
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Timed calls of an arrangement.
+class Sample:
+    """A timed call.
 
     Attributes
     ----------
     seconds : float
-        Median time of a call.
     before, after : float
         `SharedBandwidth.measure` right before and after.
     """
@@ -180,47 +202,57 @@ class Turn:
     after: float
 
 
-def _turns(
+def _timed(
     calls: dict[str, Callable[[], object]], rounds: int, shared: SharedBandwidth | None
-) -> tuple[dict[str, list[Turn]], list[float]]:
-    """Turns of each call, whose order changes from round to round, and all measured rates."""
-    turns: dict[str, list[Turn]] = {name: [] for name in calls}
-    order, shuffle, rates = list(calls), random.Random(0), []
+) -> dict[str, list[Sample]]:
+    """Calls of each arrangement, in turns whose order changes from round to round."""
+    samples: dict[str, list[Sample]] = {name: [] for name in calls}
+    order, shuffle = list(calls), random.Random(0)
     for _ in range(rounds):
         shuffle.shuffle(order)
         for name in order:
-            before = math.inf if shared is None else shared.measure()
             wait_until_idle()
-            take_turn(calls[name], timing := Timing())
-            after = math.inf if shared is None else shared.measure()
-            turns[name].append(Turn(timing.median, before, after))
-            rates += [] if shared is None else [before, after]
-    return turns, rates
+            end, rate = time.perf_counter() + TURN_SECONDS, _rate(shared)
+            while time.perf_counter() < end:
+                before, begin = rate, time.perf_counter()
+                calls[name]()
+                seconds, rate = time.perf_counter() - begin, _rate(shared)
+                samples[name].append(Sample(seconds, before, rate))
+    return samples
 
 
-def _check(name: str, turns: list[Turn], expected: Callable[[float], float]) -> Check:
-    """The verdict on the median of simulated over measured times, of turns before and after which the first agree."""
+def _rate(shared: SharedBandwidth | None) -> float:
+    return math.inf if shared is None else shared.measure(PROBE_CALLS)
+
+
+def _check(name: str, samples: list[Sample], expected: Callable[[float], float], steps: int) -> Check:
+    """The verdict on the median of simulated over measured times of a step, of calls during a steady rate."""
     times = []
-    for turn in turns:
-        before, after = expected(turn.before), expected(turn.after)
+    for sample in samples:
+        before, after = (steps * expected(rate) for rate in (sample.before, sample.after))
         if max(before, after) <= STEADY * min(before, after):
-            times.append(((before + after) / 2, turn.seconds))
-    if len(times) < len(turns):
-        print(f"{name}: {len(turns) - len(times)} of {len(turns)} turns do not count: the machine changed its speed")
-    steps = 1 if "prefill" in name else STEPS
-    times = times or [(math.nan, turns[0].seconds)]
-    simulated, measured = sorted(times, key=lambda pair: pair[0] / pair[1])[len(times) // 2]
+            times.append(((before + after) / 2, sample.seconds))
+    if not times:
+        print(f"{name}: no call counts: the machine changed its speed during each of {len(samples)}")
+        return simulated_time(name, samples[0].seconds / steps, math.nan)
+    times.sort(key=lambda pair: pair[0] / pair[1])
+    low, high = (times[len(times) * part // 4] for part in (1, 3))
+    simulated, measured = times[len(times) // 2]
+    print(
+        f"{name}: quartiles {low[0] / low[1]:.2f} and {high[0] / high[1]:.2f} of {len(times)} calls"
+        + f"; {len(samples) - len(times)} do not count: the machine changed its speed" * (len(times) < len(samples))
+    )
     return simulated_time(name, measured / steps, simulated / steps)
 
 
 def _decode_seconds(simulated: Callable[[float], Pipeline], texts: int, context: int, batch: int, rate: float) -> float:
-    """Simulated time of `STEPS` steps."""
-    return simulated(rate).decode(texts, context, batch)[0] * STEPS
+    """Simulated time of a step."""
+    return simulated(rate).decode(texts, context, batch)[0]
 
 
 def _load(
     case: Case,
-    path: Path,
+    paths: list[Path],
     device: Any,
     simulated: Pipeline,
     counts: tuple[int, ...],
@@ -232,7 +264,7 @@ def _load(
     own: Any = [device] * (case.tensor * case.stages)
     rules = rules_of(simulated) if case.stages * case.tensor > 1 else None
     loaded = []
-    for replica in range(case.replicas):
+    for replica, path in enumerate(paths):
         if case.replicas > 1 and isinstance(device, str):
             own = [f"{device}:{replica}"]
         options: dict[str, Any] = {} if case.calls == 1 else {"slots": max(counts)}

@@ -34,7 +34,3 @@ class CollectiveSpec:
     joined: tuple[str, ...]  # work that its kernels do as well: ``"norm"``, ``"residual"``
     algorithm: str  # ``"one-shot"``, ``"two-shot"`` or ``"NCCL"``
     why: str  # reason for the algorithm
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", tuple(self.devices))
-        object.__setattr__(self, "joined", tuple(self.joined))

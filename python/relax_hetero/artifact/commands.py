@@ -8,10 +8,11 @@ JSON is compact, because a model has a command for every kernel call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from .signature import Dim
+from .typed_data import fields_from_data, to_data
 
 SLOT, DIRECT, ARENA = "slot", "direct", "arena"
 READ, WRITE, READ_WRITE = "read", "write", "read-write"
@@ -23,6 +24,7 @@ GRAPH = "CUDA graph"
 class Reference:
     """Bytes that a command reads or writes."""
 
+    IS_ROW = True
     space: str  # ``"slot"`` (of the binding table), ``"direct"`` (of the table of constants) or ``"arena"``
     index: int  # index of the slot or constant; 0 for the arena
     offset: Dim = 0  # first byte, relative to the beginning of the binding, the constant or the arena
@@ -44,6 +46,25 @@ class Dispatch:
     unless: Reference | None = None
     variable: str = ""  # name of the result in the model; ``""`` without a model
 
+    def to_data(self) -> dict[str, Any]:
+        """JSON data without fields that have their defaults."""
+        changed = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        data = {name: to_data(getattr(self, name)) for name in changed}
+        return {"dispatch": data.pop("kernel"), **data}
+
+    @staticmethod
+    def from_data(data: dict[str, Any]) -> Command:
+        """The command that `to_data` of a class of commands made JSON data of."""
+        if "copy" in data:
+            return Copy(Reference(*data["copy"]), Reference(*data["to"]))
+        if "fill" in data:
+            return Fill(Reference(*data["fill"]), data["pattern"])
+        if "barrier" in data:
+            return Barrier()
+        named = {name: value for name, value in data.items() if name != "dispatch"}
+        dispatch: Dispatch = fields_from_data(Dispatch, {"kernel": data["dispatch"], **named})
+        return dispatch
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -51,6 +72,10 @@ class Copy:
 
     source: Reference
     target: Reference
+
+    def to_data(self) -> dict[str, Any]:
+        """JSON data."""
+        return {"copy": to_data(self.source), "to": to_data(self.target)}
 
 
 @dataclass(frozen=True)
@@ -60,10 +85,18 @@ class Fill:
     target: Reference
     pattern: str
 
+    def to_data(self) -> dict[str, Any]:
+        """JSON data."""
+        return {"fill": to_data(self.target), "pattern": self.pattern}
+
 
 @dataclass(frozen=True)
 class Barrier:
     """Barrier between earlier and later commands; no device needs it yet, because all run commands in order."""
+
+    def to_data(self) -> dict[str, Any]:
+        """JSON data."""
+        return {"barrier": True}
 
 
 Command: TypeAlias = Dispatch | Copy | Fill | Barrier
@@ -148,84 +181,3 @@ class SingleCall:
     variable: str
     kernel: str
     why: str
-
-
-_GRID = (1,)
-
-
-def region_to_json(region: RegionSpec) -> dict[str, Any]:
-    """A region as a JSON object."""
-    return {
-        **vars(region),
-        "slots": [dict(vars(slot)) for slot in region.slots],
-        "commands": [_command_to_json(command) for command in region.commands],
-    }
-
-
-def region_from_json(data: dict[str, Any]) -> RegionSpec:
-    """The inverse of `region_to_json`; KeyError, TypeError or ValueError for anything else."""
-    slots = (SlotSpec(**{**slot, "shape": _tuple(slot["shape"])}) for slot in data["slots"])
-    commands = tuple(map(_command_from_json, data["commands"]))
-    parameters, directs = tuple(data["parameters"]), tuple(data["directs"])
-    parsed = {"slots": tuple(slots), "commands": commands, "parameters": parameters, "directs": directs}
-    return RegionSpec(**{**data, **parsed})
-
-
-def kernel_to_json(kernel: KernelSpec) -> dict[str, Any]:
-    """A kernel as a JSON object."""
-    tensors, scalars = ([dict(vars(param)) for param in params] for params in (kernel.tensors, kernel.scalars))
-    return {**vars(kernel), "tensors": tensors, "scalars": scalars}
-
-
-def kernel_from_json(data: dict[str, Any]) -> KernelSpec:
-    """The inverse of `kernel_to_json`; KeyError or TypeError for anything else."""
-    tensors = tuple(TensorParam(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in data["tensors"])
-    scalars = tuple(ScalarParam(**scalar) for scalar in data["scalars"])
-    return KernelSpec(**{**data, "tensors": tensors, "scalars": scalars, "ops": tuple(data["ops"])})
-
-
-def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
-
-
-def _reference_to_json(reference: Reference) -> list[Any]:
-    return [reference.space, reference.index, reference.offset, reference.length]
-
-
-def _command_to_json(command: Command) -> dict[str, Any]:
-    if isinstance(command, Copy):
-        return {"copy": _reference_to_json(command.source), "to": _reference_to_json(command.target)}
-    if isinstance(command, Fill):
-        return {"fill": _reference_to_json(command.target), "pattern": command.pattern}
-    if isinstance(command, Barrier):
-        return {"barrier": True}
-    data: dict[str, Any] = {"dispatch": command.kernel, "operands": list(map(_reference_to_json, command.operands))}
-    if command.scalars:
-        data["scalars"] = list(command.scalars)
-    if command.grid != _GRID:
-        data["grid"] = list(command.grid)
-    for name in ("count", "when", "unless"):
-        reference = getattr(command, name)
-        if reference is not None:
-            data[name] = _reference_to_json(reference)
-    if command.variable:
-        data["variable"] = command.variable
-    return data
-
-
-def _command_from_json(data: dict[str, Any]) -> Command:
-    if "copy" in data:
-        return Copy(Reference(*data["copy"]), Reference(*data["to"]))
-    if "fill" in data:
-        return Fill(Reference(*data["fill"]), data["pattern"])
-    if "barrier" in data:
-        return Barrier()
-    references = {name: Reference(*data[name]) for name in ("count", "when", "unless") if name in data}
-    return Dispatch(
-        kernel=data["dispatch"],
-        operands=tuple(Reference(*operand) for operand in data["operands"]),
-        scalars=tuple(data.get("scalars", ())),
-        grid=tuple(data.get("grid", _GRID)),
-        variable=data.get("variable", ""),
-        **references,
-    )

@@ -7,79 +7,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A kernel, and the arguments that host code passes: its parameters, then the extents of the launch.
+    """A kernel, and the arguments that host code passes: its parameters, then the extents of the launch."""
 
-    Attributes
-    ----------
-    name : str
-        Name in the text.
-    params : tuple of str
-        Element type of each scalar parameter; empty for addresses.
-    axes : tuple of str
-        Thread axis of each extent: "blockIdx.x", "threadIdx.x".
-    """
-
-    name: str
-    params: tuple[str, ...]
-    axes: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        for name in ("params", "axes"):  # JSON has lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+    name: str  # name in the text
+    params: tuple[str, ...]  # element type of each scalar parameter; empty for addresses
+    axes: tuple[str, ...]  # thread axis of each extent: "blockIdx.x", "threadIdx.x"
 
 
 @dataclass(frozen=True)
 class LaunchSequence:
-    """Launches of a command buffer or of a single kernel, whose arguments host code passes in one call.
+    """Launches of a command buffer or of a single kernel, whose arguments host code passes in one call."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the host function.
-    constants : tuple of int or float
-        Arguments that are known when compiling.
-    launches : tuple of tuple of int
-        For each launch the index of its kernel in `DeviceCode.kernels`, and the positions of its arguments among those
-        that are passed, followed by `constants`.
-    """
-
-    name: str
-    constants: tuple[float, ...]
+    name: str  # name of the host function
+    constants: tuple[float, ...]  # arguments that are known when compiling
+    # For each launch the index of its kernel in `DeviceCode.kernels`, and the positions of its arguments among those
+    # that are passed, followed by `constants`.
     launches: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "constants", tuple(self.constants))
-        object.__setattr__(self, "launches", tuple(map(tuple, self.launches)))
 
 
 @dataclass(frozen=True)
 class DeviceCode:
-    """Kernels of one target.
+    """Kernels of one target."""
 
-    Attributes
-    ----------
-    kind : str
-        Target kind.
-    key : str
-        Prefix of the global functions that launch the kernels; it depends on the text.
-    text : str
-        Source, in the language of the kind.
-    kernels : tuple of KernelLaunch
-        The kernels.
-    sequences : tuple of LaunchSequence
-        Launches that host code submits as a whole.
-    """
-
-    kind: str
-    key: str
-    text: str
+    kind: str  # target kind
+    key: str  # prefix of the global functions that launch the kernels; it depends on the text
+    text: str  # source, in the language of the kind
     kernels: tuple[KernelLaunch, ...]
-    sequences: tuple[LaunchSequence, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, kind in (("kernels", KernelLaunch), ("sequences", LaunchSequence)):  # JSON has dicts
-            entries = (kind(**entry) if isinstance(entry, dict) else entry for entry in getattr(self, name))
-            object.__setattr__(self, name, tuple(entries))
+    sequences: tuple[LaunchSequence, ...] = ()  # launches that host code submits as a whole
 
     def function_name(self, name: str) -> str:
         """The name of the global function that launches a kernel, or a sequence."""

@@ -7,7 +7,6 @@ are bytes: integers, or text over the function's symbolic dimensions in the gram
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from .signature import Dim
 
@@ -18,6 +17,7 @@ VALUE, ARENA, TRANSFER, RESULT = "value", "arena", "transfer", "result"
 class StorageSpec:
     """Memory that a function allocates."""
 
+    IS_ROW = True  # here and below, because large models have many values
     device: int  # manifest index; -1 for the implicit host
     nbytes: Dim
     # Step before which it is allocated, and step after which it is freed; -1 for the end of the call.
@@ -33,6 +33,7 @@ class StorageSpec:
 class Live:
     """A tensor in memory that a function allocates, live from its first writer to its last reader."""
 
+    IS_ROW = True
     storage: int  # index of the storage that contains it
     nbytes: Dim
     # Steps of the first writer and the last reader.
@@ -44,6 +45,7 @@ class Live:
 class RegionStep:
     """A step that runs a command buffer; `slots` has the index of the tensor in each slot, -1 for foreign memory."""
 
+    IS_ROW = True
     step: int
     region: str
     slots: tuple[int, ...]
@@ -53,6 +55,7 @@ class RegionStep:
 class CallStep:
     """A step that calls another function; `sizes` are that function's symbolic dimensions."""
 
+    IS_ROW = True
     step: int
     function: str
     sizes: dict[str, Dim]
@@ -69,23 +72,3 @@ class FunctionMemory:
     calls: tuple[CallStep, ...] = ()
     upper_bounds: dict[str, int] = field(default_factory=dict)  # upper bounds of symbolic dimensions in the module
     results: tuple[Dim, ...] = ()  # bytes of the result, or of each field of a tuple
-
-
-def memory_to_json(memory: FunctionMemory) -> dict[str, Any]:
-    """A function's memory as a compact JSON object, because large models have many values."""
-    parts = ("storages", "tensors", "regions", "calls")
-    lists = {part: [list(vars(item).values()) for item in getattr(memory, part)] for part in parts}
-    return {"name": memory.name, "upper_bounds": memory.upper_bounds, "results": memory.results, **lists}
-
-
-def memory_from_json(data: dict[str, Any]) -> FunctionMemory:
-    """The inverse of `memory_to_json`; KeyError or TypeError for anything else."""
-    return FunctionMemory(
-        data["name"],
-        tuple(StorageSpec(*item) for item in data["storages"]),
-        tuple(Live(*item) for item in data["tensors"]),
-        tuple(RegionStep(step, region, tuple(slots)) for step, region, slots in data["regions"]),
-        tuple(CallStep(*item) for item in data["calls"]),
-        dict(data["upper_bounds"]),
-        tuple(data["results"]),
-    )

@@ -70,11 +70,6 @@ class AllocationWalk:
     ----------
     metadata : Metadata
         Metadata of an executable.
-
-    Attributes
-    ----------
-    tensors : list of Use
-        Tensors in transient storages, including single tensors in arenas.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -83,7 +78,7 @@ class AllocationWalk:
         self._kernels = metadata.kernels
         self._inside: list[str] = []
         self.allocations: list[Allocation] = []
-        self.tensors: list[Use] = []
+        self.tensors: list[Use] = []  # tensors in transient storages, including single tensors in arenas
 
     def visit(self, name: str, sizes: Mapping[str, int], now: _When = ()) -> None:
         """Count a call of a function; recursive calls count once, because their number is unknown."""

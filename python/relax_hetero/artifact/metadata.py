@@ -6,7 +6,7 @@ Plain data without TVM objects, which the compiler writes and a process with TVM
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..errors import BuildError
@@ -15,22 +15,14 @@ from ..target.backend import Backend, backend_of, backends
 from ..target.cpu_cores import NUMA_NODE
 from .checks import CheckSpec
 from .collectives import CollectiveSpec
-from .commands import (
-    KernelSpec,
-    RegionSpec,
-    SingleCall,
-    kernel_from_json,
-    kernel_to_json,
-    region_from_json,
-    region_to_json,
-)
+from .commands import KernelSpec, RegionSpec, SingleCall
 from .device_code import DeviceCode
 from .mailboxes import MailboxSpec
-from .memory_spec import FunctionMemory, memory_from_json, memory_to_json
+from .memory_spec import FunctionMemory
 from .model_graph import ModelGraph
 from .schedule import Schedule
 from .signature import FunctionSignature
-from .typed_data import read_json
+from .typed_data import from_data, read_json, to_data
 
 RELEASE_RESULT = "relax_hetero.release_result"
 """Function of the bytecode that makes the machine drop its reference to the last function's result."""
@@ -76,10 +68,6 @@ class DeviceSpec:
     memory_scope: str = "global"
     default: bool = False
     cpu_features: tuple[str, ...] | None = field(default=None, compare=False)
-
-    def __post_init__(self) -> None:
-        if self.cpu_features is not None:
-            object.__setattr__(self, "cpu_features", tuple(self.cpu_features))
 
     @property
     def kind(self) -> str:
@@ -161,12 +149,6 @@ class ConstantSpec:
     is_record: bool = False
     mailbox: MailboxSpec | None = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.mailbox, dict):  # from JSON
-            object.__setattr__(self, "mailbox", MailboxSpec(**self.mailbox))
-        if self.addresses is not None:
-            object.__setattr__(self, "addresses", tuple(self.addresses))
-
     @property
     def is_placeholder(self) -> bool:
         """True if a machine makes the value."""
@@ -199,10 +181,6 @@ class DispatchSpec:
     bytes: int = 0
     precision: str = ""
     other_devices: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("ops", "other_devices"):  # JSON has lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -325,47 +303,10 @@ class Metadata:
         """
         return any(self.constants[index].mailbox is not None for index in region.directs)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "devices", tuple(self.devices))
-        object.__setattr__(self, "constants", tuple(self.constants))
-        object.__setattr__(self, "regions", tuple(self.regions))
-        object.__setattr__(self, "single_calls", tuple(self.single_calls))
-        object.__setattr__(self, "schedules", tuple(self.schedules))
-        object.__setattr__(self, "memory", tuple(self.memory))
-        object.__setattr__(self, "checks", tuple(self.checks))
-        object.__setattr__(self, "optional", tuple(self.optional))
-        object.__setattr__(self, "repeated", tuple(self.repeated))
-        object.__setattr__(self, "device_code", tuple(self.device_code))
-        object.__setattr__(self, "collectives", tuple(self.collectives))
-
     def to_json(self) -> str:
         """JSON text of the metadata."""
-        data = {
-            "devices": [asdict(device) for device in self.devices],
-            "host_index": self.host_index,
-            "signatures": [signature.to_json() for signature in self.signatures.values()],
-            "constants": [asdict(constant) for constant in self.constants],
-            "placement": self.placement,
-            "placement_estimate": self.placement_estimate,
-            "encodings": self.encodings,
-            "fusions": self.fusions,
-            "dispatches": {symbol: asdict(dispatch) for symbol, dispatch in self.dispatches.items()},
-            "alignment": self.alignment,
-            "writes_arguments": self.writes_arguments,
-            "regions": [region_to_json(region) for region in self.regions],
-            "kernels": [kernel_to_json(kernel) for kernel in self.kernels.values()],
-            "single_calls": [asdict(call) for call in self.single_calls],
-            "schedules": [schedule.to_json() for schedule in self.schedules],
-            "memory": [memory_to_json(memory) for memory in self.memory],
-            "cache": asdict(self.cache),
-            "checks": [asdict(check) for check in self.checks],
-            "optional": self.optional,
-            "repeated": [asdict(call) for call in self.repeated],
-            "graph": None if self.graph is None else self.graph.to_json(),
-            "device_code": [asdict(code) for code in self.device_code],
-            "collectives": [asdict(each) for each in self.collectives],
-        }
-        return json.dumps(data, separators=(",", ":"))
+        listed = {name: list(getattr(self, name).values()) for name in _LISTED}
+        return json.dumps(to_data({**vars(self), **listed}), separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> Metadata:
@@ -377,34 +318,14 @@ class Metadata:
             JSON text.
         """
         data = read_json(text)
-        signatures = [FunctionSignature.from_json(signature) for signature in data["signatures"]]
-        return Metadata(
-            devices=tuple(DeviceSpec(**device) for device in data["devices"]),
-            host_index=data["host_index"],
-            signatures={signature.name: signature for signature in signatures},
-            constants=tuple(
-                ConstantSpec(**{**constant, "shape": tuple(constant["shape"])}) for constant in data["constants"]
-            ),
-            placement=data["placement"],
-            placement_estimate=data.get("placement_estimate"),
-            encodings=data.get("encodings"),
-            fusions=data.get("fusions"),
-            dispatches={symbol: DispatchSpec(**dispatch) for symbol, dispatch in data["dispatches"].items()},
-            alignment=data.get("alignment", 64),
-            writes_arguments=data.get("writes_arguments", True),
-            regions=tuple(region_from_json(region) for region in data.get("regions", ())),
-            kernels={kernel["name"]: kernel_from_json(kernel) for kernel in data.get("kernels", ())},
-            single_calls=tuple(SingleCall(**call) for call in data.get("single_calls", ())),
-            schedules=tuple(map(Schedule.from_json, data.get("schedules", ()))),
-            memory=tuple(memory_from_json(memory) for memory in data.get("memory", ())),
-            cache=CacheUse(**data.get("cache", {})),
-            checks=tuple(CheckSpec(**check) for check in data.get("checks", ())),
-            optional=tuple(data.get("optional", ())),
-            repeated=tuple(RepeatedCall(**call) for call in data.get("repeated", ())),
-            graph=ModelGraph.from_json(data.get("graph")),
-            device_code=tuple(DeviceCode(**code) for code in data.get("device_code", ())),
-            collectives=tuple(CollectiveSpec(**each) for each in data.get("collectives", ())),
-        )
+        known = {each.name: data[each.name] for each in fields(Metadata) if each.name in data}
+        listed = {name: {each["name"]: each for each in known[name]} for name in _LISTED & known.keys()}
+        metadata: Metadata = from_data(Metadata, {**known, **listed})
+        return metadata
+
+
+_LISTED = {"signatures", "kernels"}
+"""Mappings that are lists in JSON, because their values have the names."""
 
 
 def device_names(devices: tuple[DeviceSpec, ...]) -> list[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 INPUT, CONSTANT, OP, TRANSFER, OUTPUT = "input", "constant", "op", "transfer", "output"
 KINDS = (INPUT, CONSTANT, OP, TRANSFER, OUTPUT)
@@ -17,6 +16,7 @@ KINDS = (INPUT, CONSTANT, OP, TRANSFER, OUTPUT)
 class GraphValue:
     """A tensor type, with indices into the table of texts."""
 
+    IS_ROW = True
     shape: tuple[int | str, ...] | None  # extents, symbolic ones as text; None if the shape is unknown
     dtype: int  # text of the element type; empty if unknown
     bytes: int  # size; -1 if it depends on a symbolic extent
@@ -26,6 +26,7 @@ class GraphValue:
 class GraphNode:
     """An input, a constant, an op, a transfer or an output, with indices into tables."""
 
+    IS_ROW = True
     kind: int  # index in `KINDS`
     name: int  # text: the variable that holds the result
     op: int  # text: ``"relax.add"``; empty if there is none
@@ -44,6 +45,7 @@ class GraphNode:
 class FunctionGraph:
     """One function; each node reads only nodes before it."""
 
+    IS_ROW = True
     name: str
     nodes: tuple[GraphNode, ...]
 
@@ -55,33 +57,6 @@ class ModelGraph:
     texts: tuple[str, ...]  # names, ops, devices and element types, each once
     values: tuple[GraphValue, ...]  # distinct tensor types
     functions: tuple[FunctionGraph, ...]  # functions in order of names
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON data with rows instead of objects."""
-        return {
-            "texts": list(self.texts),
-            "values": [[None if v.shape is None else list(v.shape), v.dtype, v.bytes] for v in self.values],
-            "functions": [
-                [f.name, [[n.kind, n.name, n.op, n.source, n.device, [*n.values], [*n.reads]] for n in f.nodes]]
-                for f in self.functions
-            ],
-        }
-
-    @staticmethod
-    def from_json(data: Any) -> ModelGraph | None:
-        """The inverse of `to_json`; None for None, which executables of earlier versions have."""
-        if data is None:
-            return None
-        values = (
-            GraphValue(None if shape is None else tuple(shape), dtype, size) for shape, dtype, size in data["values"]
-        )
-        functions = (FunctionGraph(name, tuple(map(_node, rows))) for name, rows in data["functions"])
-        return ModelGraph(tuple(data["texts"]), tuple(values), tuple(functions))
-
-
-def _node(row: Any) -> GraphNode:
-    kind, name, op, source, device, values, reads = row
-    return GraphNode(kind, name, op, source, device, tuple(values), tuple(reads))
 
 
 def check_graph(graph: ModelGraph) -> None:

@@ -27,6 +27,9 @@ PEER_MEMORY = "relax_hetero.peer_memory"
 """Packed function of a device's index in the manifest, the bytes of a slot, and the indices of the mesh's devices, that
 returns the addresses of their memory, (devices,) of int64, on the first device."""
 
+AWAIT_LAUNCHES = "relax_hetero.await_launches"
+"""Packed function that returns once the command buffers of GPUs of a mesh are launched which were submitted before."""
+
 _ALIGNMENT = 256
 
 

@@ -7,8 +7,10 @@ values that it reads are ready.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
+
+from .typed_data import fields_data, fields_from_data
 
 Results: TypeAlias = "int | tuple[Results, ...]"
 """The number of a value, or a nested tuple of numbers."""
@@ -50,10 +52,6 @@ class Step:
     takes_constants: bool = False
     calls: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for name in ("reads", "makes", "sizes", "other_devices", "calls"):  # JSON has lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
     @property
     def is_transfer(self) -> bool:
         """True for a transfer of a value to another device."""
@@ -88,6 +86,9 @@ class Schedule:
     values: int
     steps: tuple[Step, ...]
     results: Results
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "results", _tuples(self.results))  # JSON has lists
 
     def with_takers(self, takers: set[str]) -> Schedule:
         """The schedule with `takes_constants` set.
@@ -145,7 +146,8 @@ class Schedule:
 
     def to_json(self) -> dict[str, Any]:
         """The schedule as JSON data."""
-        return asdict(self)
+        data: dict[str, Any] = fields_data(self)
+        return data
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Schedule:
@@ -156,8 +158,8 @@ class Schedule:
         data : dict of str to object
             JSON object.
         """
-        steps = tuple(Step(**step) for step in data["steps"])
-        return Schedule(**{**data, "steps": steps, "results": _tuples(data["results"])})
+        schedule: Schedule = fields_from_data(Schedule, data)
+        return schedule
 
 
 def _tuples(results: Any) -> Results:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from .typed_data import from_data, to_data
+
 Dim: TypeAlias = int | str
 
 
@@ -31,6 +33,7 @@ class TensorSpec:
         Rank, set from `shape` if that is known; -1 if unknown.
     """
 
+    KIND = "tensor"
     name: str
     shape: tuple[Dim, ...] | None
     dtype: str | None
@@ -39,7 +42,6 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.shape is not None:
-            object.__setattr__(self, "shape", tuple(self.shape))
             object.__setattr__(self, "ndim", len(self.shape))
 
 
@@ -57,13 +59,13 @@ class ShapeSpec:
         Number of extents; -1 if unknown.
     """
 
+    KIND = "shape"
     name: str
     values: tuple[Dim, ...] | None
     ndim: int = -1
 
     def __post_init__(self) -> None:
         if self.values is not None:
-            object.__setattr__(self, "values", tuple(self.values))
             object.__setattr__(self, "ndim", len(self.values))
 
 
@@ -81,6 +83,7 @@ class PrimSpec:
         Expression over symbolic dimensions, if the type has one.
     """
 
+    KIND = "prim"
     name: str
     dtype: str
     value: Dim | None = None
@@ -98,11 +101,9 @@ class TupleSpec:
         Values in the tuple.
     """
 
+    KIND = "tuple"
     name: str
     fields: tuple[ValueSpec, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", tuple(self.fields))
 
 
 @dataclass(frozen=True)
@@ -117,37 +118,12 @@ class ObjectSpec:
         True for a function.
     """
 
+    KIND = "object"
     name: str
     is_function: bool = False
 
 
 ValueSpec: TypeAlias = TensorSpec | ShapeSpec | PrimSpec | TupleSpec | ObjectSpec
-
-_KINDS: dict[str, type[Any]] = {
-    "tensor": TensorSpec,
-    "shape": ShapeSpec,
-    "prim": PrimSpec,
-    "tuple": TupleSpec,
-    "object": ObjectSpec,
-}
-_TAGS: dict[type[Any], str] = {cls: tag for tag, cls in _KINDS.items()}
-
-
-def spec_to_json(spec: ValueSpec) -> dict[str, Any]:
-    """One spec as a JSON object with its `kind`."""
-    data = dict(vars(spec))
-    if isinstance(spec, TupleSpec):
-        data["fields"] = [spec_to_json(part) for part in spec.fields]
-    return {"kind": _TAGS[type(spec)], **data}
-
-
-def spec_from_json(data: dict[str, Any]) -> ValueSpec:
-    """The inverse of `spec_to_json`; raises KeyError or TypeError for anything else."""
-    rest = {key: value for key, value in data.items() if key != "kind"}
-    if data["kind"] == "tuple":
-        rest["fields"] = tuple(spec_from_json(part) for part in rest["fields"])
-    spec: ValueSpec = _KINDS[data["kind"]](**rest)
-    return spec
 
 
 def tensors_of(spec: ValueSpec) -> Iterator[TensorSpec]:
@@ -225,8 +201,6 @@ class FunctionSignature:
     output_names: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "inputs", tuple(self.inputs))
-        object.__setattr__(self, "outputs", tuple(self.outputs))
         object.__setattr__(self, "input_names", tuple(spec.name for spec in self.inputs))
         object.__setattr__(self, "output_names", tuple(spec.name for spec in self.outputs))
         if self.num_input < 0:
@@ -247,20 +221,8 @@ class FunctionSignature:
 
     def to_json(self) -> dict[str, Any]:
         """The signature as a JSON object."""
-        return {
-            "name": self.name,
-            "inputs": [spec_to_json(spec) for spec in self.inputs],
-            "outputs": [spec_to_json(spec) for spec in self.outputs],
-            "output_is_tuple": self.output_is_tuple,
-            "num_input": self.num_input,
-            "takes_constants": self.takes_constants,
-            "defaults": self.defaults,
-            "donated": self.donated,
-            "copied": self.copied,
-            "strings": self.strings,
-            "string_inputs": self.string_inputs,
-            "string_outputs": self.string_outputs,
-        }
+        data: dict[str, Any] = to_data(self)
+        return data
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> FunctionSignature:
@@ -271,17 +233,5 @@ class FunctionSignature:
         data : dict of str to object
             JSON object.
         """
-        return FunctionSignature(
-            name=data["name"],
-            inputs=tuple(spec_from_json(spec) for spec in data["inputs"]),
-            outputs=tuple(spec_from_json(spec) for spec in data["outputs"]),
-            output_is_tuple=data["output_is_tuple"],
-            num_input=data["num_input"],
-            takes_constants=data["takes_constants"],
-            defaults=dict(data.get("defaults", {})),
-            donated=tuple(data.get("donated", ())),
-            copied=tuple(data.get("copied", ())),
-            strings=tuple(data.get("strings", ())),
-            string_inputs=tuple(data.get("string_inputs", ())),
-            string_outputs=tuple(data.get("string_outputs", ())),
-        )
+        signature: FunctionSignature = from_data(FunctionSignature, data)
+        return signature

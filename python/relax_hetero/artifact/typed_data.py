@@ -1,4 +1,8 @@
-"""Checks of dataclasses from a file against their annotations.
+"""Dataclasses as JSON data, and checks of those from a file against their annotations.
+
+Dataclasses become objects of the fields that their constructors take. Class attributes choose other forms: ``IS_ROW =
+True`` a list of the values, which is shorter; ``KIND = "tensor"`` an object that says its kind, by which `from_data`
+knows it among the members of a union. Methods `to_data` and `from_data` of a class replace those of this module.
 
 Files may be damaged or forged. Their data is checked here once, so that later code can rely on types.
 """
@@ -25,6 +29,81 @@ def read_json(text: str | bytes) -> Any:
         return json.loads(text)
     except (RecursionError, MemoryError) as error:
         raise ValueError("its JSON is nested too deep") from error
+
+
+def to_data(value: Any) -> Any:
+    """A value as JSON data, in which dataclasses, lists, tuples and mappings may be nested."""
+    if dataclasses.is_dataclass(value):
+        return value.to_data() if hasattr(value, "to_data") else fields_data(value)
+    if isinstance(value, (list, tuple)):
+        return [to_data(each) for each in value]
+    return {key: to_data(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def fields_data(value: Any) -> Any:
+    """The fields of a dataclass as JSON data."""
+    names = [field.name for field in dataclasses.fields(value) if field.init]
+    if getattr(value, "IS_ROW", False):
+        return [to_data(getattr(value, name)) for name in names]
+    kind = {"kind": value.KIND} if hasattr(value, "KIND") else {}
+    return {**kind, **{name: to_data(getattr(value, name)) for name in names}}
+
+
+def from_data(annotation: Any, data: Any) -> Any:
+    """A value of a type, the inverse of `to_data`; various exceptions for anything else.
+
+    Types of numbers and texts are not checked (`check_types`).
+    """
+    return _reader_of(annotation)(data)
+
+
+@functools.cache
+def _reader_of(annotation: Any) -> Callable[[Any], Any]:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return getattr(annotation, "from_data", None) or functools.partial(fields_from_data, annotation)
+    if origin in (Union, types.UnionType):
+        return _union_reader([option for option in args if option is not types.NoneType])
+    if origin in (tuple, list) and args[1:] in ((), (Ellipsis,)):
+        read = _reader_of(args[0])
+        return lambda data: origin(map(read, data))
+    if origin in (dict, Mapping):
+        read = _reader_of(args[1])
+        return lambda data: {key: read(value) for key, value in data.items()}
+    return lambda data: data
+
+
+def _union_reader(options: list[Any]) -> Callable[[Any], Any]:
+    if len(options) == 1:
+        read = _reader_of(options[0])
+        return lambda data: None if data is None else read(data)
+    kinds = {option.KIND: option for option in options if hasattr(option, "KIND")}
+    if kinds:
+        return lambda data: from_data(kinds[data["kind"]], {key: data[key] for key in data if key != "kind"})
+    with_readers = [option for option in options if hasattr(option, "from_data")]
+    return with_readers[0].from_data if with_readers else lambda data: data
+
+
+def fields_from_data(cls: Any, data: Any) -> Any:
+    """A dataclass, the inverse of `fields_data`; KeyError for a missing field."""
+    readers = _field_readers(cls)
+    if getattr(cls, "IS_ROW", False):
+        return cls(*(read(value) for read, value in zip(readers.values(), data, strict=True)))
+    if missing := _required_fields(cls) - data.keys():
+        raise KeyError(min(missing))
+    return cls(**{name: readers[name](value) for name, value in data.items()})
+
+
+@functools.cache
+def _field_readers(cls: Any) -> dict[str, Callable[[Any], Any]]:
+    hints = typing.get_type_hints(cls)
+    return {field.name: _reader_of(hints[field.name]) for field in dataclasses.fields(cls) if field.init}
+
+
+@functools.cache
+def _required_fields(cls: Any) -> frozenset[str]:
+    fields = (field for field in dataclasses.fields(cls) if field.init)
+    return frozenset(field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING)
 
 
 def check_types(value: Any) -> None:

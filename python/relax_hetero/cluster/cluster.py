@@ -368,8 +368,9 @@ class Cluster:
             for call in late:
                 self._waiting.remove(call)
         problem = next((replica.problem for replica in self._replicas if replica.problem), None)
+        reason = f": {problem}" if problem is not None else ""
         for call in late:
-            call.fence.settle(None, problem or HostError(f"no host could take the call within {self._timeout:g} s"))
+            call.fence.settle(None, HostError(f"no host could take the call within {self._timeout:g} s{reason}"))
 
 
 class ClusterFunction:

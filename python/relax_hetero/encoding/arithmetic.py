@@ -28,7 +28,7 @@ def operations(problem: Any) -> int:
     products, and where an extent is symbolic.
     """
     if isinstance(problem, MatmulProblem):
-        return 2 * _count(*problem.result.shape, problem.lhs.size("k"))
+        return (4 if problem.second else 2) * _count(*problem.result.shape, problem.lhs.size("k"))
     if isinstance(problem, ConvProblem):
         return 2 * _count(*problem.result.shape, *problem.weight.shape[1:])
     if isinstance(problem, QuantizedMatmulProblem):

@@ -43,40 +43,21 @@ def stored_scale_type(kind: ScaleKind) -> str:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Storage of block-quantized weights.
-
-    Attributes
-    ----------
-    name : str
-    bits : int
-        Bits of a quant; 16 for plain numbers (``f16``, ``bf16``), without blocks.
-    min_code : int
-        Smallest code. Without a table it is that of quant 0: codes are from `min_code` to ``min_code + 2 ** bits - 1``.
-    block : int
-        Number of weights that share a scale.
-    superblock_size : int
-        Number of weights of a superblock.
-    superblock_bytes : int
-        Bytes of a superblock in a file; 0 for separate arrays of integers and scales (`integer_format`).
-    scale, minimum : ScaleKind
-    codes : tuple of int
-        Code of each quant, if codes are not consecutive.
-    factor : float
-        Factor of all scales and minimums, a power of two.
-    shares_bytes : bool
-        Whether integer scales and minimums have 4 bits and share a byte, the scale in the lowest bits.
-    """
+    """Storage of block-quantized weights."""
 
     name: str
-    bits: int
+    bits: int  # bits of a quant; 16 for plain numbers (``f16``, ``bf16``), without blocks
+    # Smallest code. Without a table it is that of quant 0: codes are from `min_code` to ``min_code + 2 ** bits - 1``.
     min_code: int
-    block: int
-    superblock_size: int
+    block: int  # number of weights that share a scale
+    superblock_size: int  # number of weights of a superblock
+    # Bytes of a superblock in a file; 0 for separate arrays of integers and scales (`integer_format`).
     superblock_bytes: int
     scale: ScaleKind
     minimum: ScaleKind = ""
-    codes: tuple[int, ...] = ()
-    factor: float = 1.0
+    codes: tuple[int, ...] = ()  # code of each quant, if codes are not consecutive
+    factor: float = 1.0  # factor of all scales and minimums, a power of two
+    # Whether integer scales and minimums have 4 bits and share a byte, the scale in the lowest bits.
     shares_bytes: bool = False
 
     @property
@@ -215,17 +196,10 @@ class _NumpyOps:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """Rows of weights ``scales * codes + minimums``, with the superblocks' factors multiplied in.
+    """Rows of weights ``scales * codes + minimums``, with the superblocks' factors multiplied in."""
 
-    Attributes
-    ----------
-    codes : array of int8, (n, depth)
-        Codes; for plain formats the numbers themselves, float32.
-    scales, minimums : array of float32, (n, blocks) or None
-        Scale and minimum of each block; None where the format lacks them.
-    """
-
-    codes: np.ndarray
+    codes: np.ndarray  # int8 ``(n, depth)``; for plain formats the numbers themselves, float32
+    # Scale and minimum of each block, float32 ``(n, blocks)``; None where the format lacks them.
     scales: np.ndarray | None
     minimums: np.ndarray | None
 

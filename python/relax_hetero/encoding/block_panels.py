@@ -118,16 +118,9 @@ def _size(kind: str) -> int:
 
 @dataclass(frozen=True)
 class BlockSource:
-    """Rows of weights as they are in a model.
+    """Rows of weights as they are in a model."""
 
-    Attributes
-    ----------
-    arrays : tuple of array
-        Operands of dequantize_blocks: rows of a file's bytes, or integers, scales and perhaps zero points.
-    form : BlockFormat
-    depth : int
-    """
-
+    # Operands of dequantize_blocks: rows of a file's bytes, or integers, scales and perhaps zero points.
     arrays: tuple[np.ndarray, ...]
     form: BlockFormat
     depth: int
@@ -165,15 +158,9 @@ def _integer_rows(arrays: list[np.ndarray], form: BlockFormat, depth: int) -> Qu
 
 @dataclass(frozen=True)
 class Panels:
-    """Weights in panels of columns; one operand of bytes, ``(panels, bytes)``.
+    """Weights in panels of columns; one operand of bytes, ``(panels, bytes)``."""
 
-    Attributes
-    ----------
-    columns : int
-        Number of columns of a panel.
-    """
-
-    columns: int
+    columns: int  # number of columns of a panel
 
     lhs_types = ("float32",)
     """Element types of the left operand."""

@@ -53,22 +53,15 @@ class ArrayOps(Protocol):
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows of weights, separated into quants, scales and minimums as they are stored.
+    """Rows of weights, separated into quants, scales and minimums as they are stored."""
 
-    Attributes
-    ----------
-    quants : array of uint8, (n, depth)
-        Quants; for plain formats the numbers themselves, float32.
-    scales, minimums : array, (n, blocks) or None
-        float32; or bytes, where the format's kind is ``e8m0`` or ``int8``: integers, to be multiplied by
-        `superblock_scales` and `superblock_minimums`.
-    superblock_scales, superblock_minimums : array of float32, (n, superblocks) or None
-        ggml's ``d`` and ``dmin``. The minimum of a block is ``-superblock_minimum * minimum``.
-    """
-
-    quants: Any
+    quants: Any  # uint8 ``(n, depth)``; for plain formats the numbers themselves, float32
+    # ``(n, blocks)`` of float32, or None; bytes, where the format's kind is ``e8m0`` or ``int8``: integers, to be
+    # multiplied by `superblock_scales` and `superblock_minimums`.
     scales: Any = None
     minimums: Any = None
+    # ggml's ``d`` and ``dmin``, ``(n, superblocks)`` of float32, or None. The minimum of a block is
+    # ``-superblock_minimum * minimum``.
     superblock_scales: Any = None
     superblock_minimums: Any = None
 

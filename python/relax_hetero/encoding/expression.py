@@ -27,20 +27,11 @@ _NUMBERS = ("inf", "nan")
 
 @dataclass(frozen=True)
 class Term:
-    """A node of an expression: an operand, a number, or an op over terms.
+    """A node of an expression: an operand, a number, or an op over terms."""
 
-    Attributes
-    ----------
-    op : str
-        A name of `FUNCTIONS`, "operand" or "number".
-    args : tuple of Term
-    params : tuple
-        The operand's index, the number, or the op's parameters.
-    """
-
-    op: str
+    op: str  # a name of `FUNCTIONS`, "operand" or "number"
     args: tuple[Term, ...] = ()
-    params: tuple[Any, ...] = ()
+    params: tuple[Any, ...] = ()  # the operand's index, the number, or the op's parameters
 
     @cached_property
     def _hash(self) -> int:

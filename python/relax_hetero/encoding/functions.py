@@ -23,44 +23,21 @@ _erfc = np.vectorize(math.erfc, otypes=[float])
 
 @dataclass(frozen=True)
 class Function:
-    """A scalar function.
+    """A scalar function."""
 
-    Attributes
-    ----------
-    name : str
-        Name in the text of expressions and of its code.
-    op : str
-        Relax op that computes it, without ``relax.``; empty for a function that only plans of kernels use.
-    evaluate : Callable
-        The function of numpy arrays, followed by its parameters.
-    num_args : int
-    num_params : int
-        Further arguments: numbers, or an element type for "cast".
-    cost : int
-        Instructions for one vector, roughly.
-    is_approximated : bool
-        Whether kernels compute it by polynomials fit for single precision, so not for float64.
-    takes_integers : bool
-        Whether it is also defined on integers, with one meaning; a quotient or a root is not.
-    is_exact : bool
-        Whether the result is one of the values read or has their precision: nothing to round.
-    formula : str
-        Expression over ``x0`` of other functions, for a function without code of its own.
-    onnx : str
-        ONNX op that is imported as this function.
-    """
-
-    name: str
-    op: str
-    evaluate: Callable[..., np.ndarray]
+    name: str  # name in the text of expressions and of its code
+    op: str  # Relax op that computes it, without ``relax.``; empty for a function that only plans of kernels use
+    evaluate: Callable[..., np.ndarray]  # the function of numpy arrays, followed by its parameters
     num_args: int = 1
-    num_params: int = 0
-    cost: int = 1
+    num_params: int = 0  # further arguments: numbers, or an element type for "cast"
+    cost: int = 1  # instructions for one vector, roughly
+    # Whether kernels compute it by polynomials fit for single precision, so not for float64.
     is_approximated: bool = False
+    # Whether it is also defined on integers, with one meaning; a quotient or a root is not.
     takes_integers: bool = False
-    is_exact: bool = False
-    formula: str = ""
-    onnx: str = ""
+    is_exact: bool = False  # whether the result is one of the values read or has their precision: nothing to round
+    formula: str = ""  # expression over ``x0`` of other functions, for a function without code of its own
+    onnx: str = ""  # ONNX op that is imported as this function
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

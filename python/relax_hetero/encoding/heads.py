@@ -32,18 +32,11 @@ _DIM = re.compile(r"(1|[a-z](?:\*[a-z])*)(?:\+([0-9]+))?")
 
 @dataclass(frozen=True)
 class HeadsMap:
-    """Positions of the heads in one tensor.
+    """Positions of the heads in one tensor."""
 
-    Attributes
-    ----------
-    dims : tuple of (tuple of str)
-        Iteration dimensions that each dimension of the tensor runs along, outermost first; empty: one index.
-    starts : tuple of int
-        Offset in each dimension.
-    """
-
+    # Iteration dimensions that each dimension of the tensor runs along, outermost first; empty: one index.
     dims: tuple[tuple[str, ...], ...]
-    starts: tuple[int, ...]
+    starts: tuple[int, ...]  # offset in each dimension
 
     def __str__(self) -> str:
         parts = ["*".join(names) or "1" for names in self.dims]
@@ -61,19 +54,13 @@ class HeadsMap:
 
 @dataclass(frozen=True)
 class Heads:
-    """Positions of the heads of an attention in its tensors, and the extents.
-
-    Attributes
-    ----------
-    sizes : tuple of int
-        Extents in the order of `NAMES`; b, m and n may be `DYNAMIC` (symbolic).
-    """
+    """Positions of the heads of an attention in its tensors, and the extents."""
 
     query: HeadsMap
     key: HeadsMap
     value: HeadsMap
     result: HeadsMap
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # extents in the order of `NAMES`; b, m and n may be `DYNAMIC` (symbolic)
 
     def __str__(self) -> str:
         sizes = ", ".join(

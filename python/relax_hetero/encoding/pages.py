@@ -84,25 +84,14 @@ def page_bytes(kv_heads: int, size: int, dtype: str = "float16", shared: bool = 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Sizes of what a layer caches: keys and values of each token in pages, or a state of each sequence.
+    """Sizes of what a layer caches: keys and values of each token in pages, or a state of each sequence."""
 
-    Attributes
-    ----------
-    kv_heads, size : int
-        Number of key-value heads, and elements of one; 0 for a state.
-    window : int
-        Number of latest tokens that the layer sees; 0: all.
-    shared : bool
-        True if keys are the values, so that pages hold them once.
-    state : int
-        Elements of the state of a sequence, of float32; 0: the layer has pages.
-    """
-
+    # Number of key-value heads, and elements of one; 0 for a state.
     kv_heads: int
     size: int
-    window: int = 0
-    shared: bool = False
-    state: int = 0
+    window: int = 0  # number of latest tokens that the layer sees; 0: all
+    shared: bool = False  # True if keys are the values, so that pages hold them once
+    state: int = 0  # elements of the state of a sequence, of float32; 0: the layer has pages
 
     def shape(self, pages: Any, slots: int, dtype: str) -> tuple[Any, ...]:
         """Shape of the cache.

@@ -83,37 +83,22 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class RowPhase:
-    """Row program that the kernel of a product applies to its result, which it replaces.
-
-    Attributes
-    ----------
-    program : RowProgram
-    product : int
-        Index of the program's operand that is the product's result, after its epilogue.
-    operands : tuple of Operand
-        The program's other operands in order; index maps over batch dimensions, m and n.
-    """
+    """Row program that the kernel of a product applies to its result, which it replaces."""
 
     program: RowProgram
-    product: int
-    operands: tuple[Operand, ...]
+    product: int  # index of the program's operand that is the product's result, after its epilogue
+    operands: tuple[Operand, ...]  # the program's other operands in order; index maps over batch dimensions, m and n
 
 
 @dataclass(frozen=True)
 class SentSum:
-    """Sum over the GPUs of a mesh of their products' results, which the kernels of the products send.
+    """Sum over the GPUs of a mesh of their products' results, which the kernels of the products send."""
 
-    Attributes
-    ----------
-    rank, ranks : int
-        Number of this GPU among the GPUs, and their number. If the result is long, each adds as many rows, in order,
-        and is sent tiles of these; else all are sent the whole result.
-    slot, slot_bytes : int
-        Slot of their memory, and bytes of a slot for each GPU (`artifact.peer_layout`).
-    """
-
+    # Number of this GPU among the GPUs, and their number. If the result is long, each adds as many rows, in order, and
+    # is sent tiles of these; else all are sent the whole result.
     rank: int
     ranks: int
+    # Slot of their memory, and bytes of a slot for each GPU (`artifact.peer_layout`).
     slot: int
     slot_bytes: int
 
@@ -127,8 +112,8 @@ class SentSum:
 class MatmulProblem:
     """A matrix product: ``result = rows(epilogue(init + sum over k of lhs * rhs))``.
 
-    Parameters of its kernel, in order: lhs, rhs, addresses (if it sends tiles), init (if any), operands of the epilogue
-    and of the rows, result.
+    Parameters of its kernel, in order: lhs, rhs, second (if any), addresses (if it sends tiles), init (if any),
+    operands of the epilogue and of the rows, result.
 
     Attributes
     ----------
@@ -148,6 +133,9 @@ class MatmulProblem:
         Operands of float32 may be rounded to 10 bits of fraction before they are multiplied.
     sent : SentSum or None
         Sum for which the result is sent, by kernels of GPUs.
+    second : Operand or None
+        Right operand of a second product of the same rows, stored as `rhs`, such as the gate of a gated feed-forward
+        network. Its sum is ``x1`` of the epilogue, whose operands are ``x2``, ``x3``, ...
     """
 
     lhs: Operand
@@ -159,6 +147,7 @@ class MatmulProblem:
     rows: RowPhase | None = None
     tf32: bool = False
     sent: SentSum | None = None
+    second: Operand | None = None
 
     @property
     def parameters(self) -> list[Operand]:
@@ -167,7 +156,8 @@ class MatmulProblem:
         init = init if self.sent is None else [self.sent.addresses, *init]
         epilogue = () if self.epilogue is None else self.epilogue.operands
         rows = () if self.rows is None else self.rows.operands
-        return [self.lhs, self.rhs, *init, *epilogue, *rows, self.result]
+        weights = [self.rhs] if self.second is None else [self.rhs, self.second]
+        return [self.lhs, *weights, *init, *epilogue, *rows, self.result]
 
 
 @dataclass(frozen=True)
@@ -258,37 +248,25 @@ class AttentionProblem:
 
     Iteration dimensions: "b" batch, "h" heads, "g" heads of key and value, "m" queries, "n" keys, "d" the width of
     query and key, "e" that of the value. A dimension of an operand may run along several, outermost first: "h*d".
-
-    Attributes
-    ----------
-    query, key, value, result : Operand
-        Plain tensors; query over b, h, m, d; key over b, g, n, d; value over b, g, n, e; result over b, h, m, e. The
-        same tensor may be several of them.
-    starts : tuple of (tuple of int)
-        Offset of query, key and value in each dimension of the tensor (slices of one tensor).
-    sizes : tuple of (str, Dim)
-        Extents of every iteration dimension; h, g, d and e are ints, h is a multiple of g.
-    scores : Epilogue
-        Function that is applied to a product before softmax: ``x0`` is the product, ``x1``, ... operands over b, h, m
-        and n ("1": broadcast); those of type bool are conditions of ``where``.
-    causal : str
-        "": every query sees every key; "top_left": query i sees keys up to i; "bottom_right": the last query sees all.
-    nan_to_zero : bool
-        Whether a row gives zeros where its softmax is NaN, because every score is -inf.
-    tf32 : bool
-        Whether products of float32 may round their operands to 10 bits of fraction.
     """
 
+    # Plain tensors; query over b, h, m, d; key over b, g, n, d; value over b, g, n, e; result over b, h, m, e. The same
+    # tensor may be several of them.
     query: Operand
     key: Operand
     value: Operand
     result: Operand
+    # Offset of query, key and value in each dimension of the tensor (slices of one tensor).
     starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    # Extents of every iteration dimension; h, g, d and e are ints, h is a multiple of g.
     sizes: tuple[tuple[str, Dim], ...]
+    # Function that is applied to a product before softmax: ``x0`` is the product, ``x1``, ... operands over b, h, m and
+    # n ("1": broadcast); those of type bool are conditions of ``where``.
     scores: Epilogue
+    # "": every query sees every key; "top_left": query i sees keys up to i; "bottom_right": the last query sees all.
     causal: str = ""
-    nan_to_zero: bool = False
-    tf32: bool = False
+    nan_to_zero: bool = False  # whether a row gives zeros where its softmax is NaN, because every score is -inf
+    tf32: bool = False  # whether products of float32 may round their operands to 10 bits of fraction
 
     @property
     def parameters(self) -> list[Operand]:
@@ -352,59 +330,38 @@ class QuantizedMatmulProblem:
     Parameters of its kernel, in order: lhs, weights, second weights, index, shares, biases, operands of the epilogue,
     where there are any, result. The left operand (float32; on GPUs also 16-bit floats) and the result are row-major
     over batch dimensions, m, and "k" or "n".
-
-    Attributes
-    ----------
-    weights : tuple of Operand
-        In panels: one operand of bytes, as `encoding.block_panels` packs it. In fragments: weight, scales and perhaps
-        zero points (without them 8 or 128), or the minimums of a file's format, as `encoding.block_weights` packs them.
-    block : int
-        Number of weights along k that share a scale; a multiple of 8.
-    bits : int
-        Bits of a stored weight.
-    form : BlockFormat or None
-        Format of weights in panels, and of a file's weights in fragments.
-    experts : int
-        Number of matrices, one after another, each in panels or fragments of its own; 0: one matrix for all rows.
-    index : Operand or None
-        Numbers of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are.
-        Rows of negative numbers are not written. The left operand has one row for a token, or one for each of its
-        experts.
-    activation_bits : int
-        8 or 16: the left operand may be rounded to integers of so many bits, with a scale for each block.
-    rows : str
-        Kind of the rows, "decode" or "chunk": all kernels of a kind add up a row in the same order, for any number of
-        rows; "" for any order.
-    second : tuple of Operand
-        Weights, as `weights`, of a second product of the same rows: its sum is ``x1`` of the epilogue, ``x0`` that of
-        the first.
-    shares : Operand or None
-        Factors like `index`: the result, ``(tokens, n)``, is the sum over the experts of a token, each times its share;
-        those of negative indices add nothing.
-    biases : tuple of Operand
-        Numbers over ``(experts, n)`` that are added to the sum of each product, if there are any.
-    rounded : str
-        16-bit float that a left operand of float32 is rounded to; empty for its own type.
-    order : ExpertOrderProblem or None
-        Problem whose result the kernel reads instead of the index.
     """
 
     lhs: Operand
+    # In panels: one operand of bytes, as `encoding.block_panels` packs it. In fragments: weight, scales and perhaps
+    # zero points (without them 8 or 128), or the minimums of a file's format, as `encoding.block_weights` packs them.
     weights: tuple[Operand, ...]
     result: Operand
-    block: int
+    block: int  # number of weights along k that share a scale; a multiple of 8
     epilogue: Epilogue | None = None
-    bits: int = 4
-    form: BlockFormat | None = None
+    bits: int = 4  # bits of a stored weight
+    form: BlockFormat | None = None  # format of weights in panels, and of a file's weights in fragments
+    # Number of matrices, one after another, each in panels or fragments of its own; 0: one matrix for all rows.
     experts: int = 0
+    # Numbers of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are.
+    # Rows of negative numbers are not written. The left operand has one row for a token, or one for each of its
+    # experts.
     index: Operand | None = None
+    # 8 or 16: the left operand may be rounded to integers of so many bits, with a scale for each block.
     activation_bits: int = 16
+    # Kind of the rows, "decode" or "chunk": all kernels of a kind add up a row in the same order, for any number of
+    # rows; "" for any order.
     rows: str = ""
+    # Weights, as `weights`, of a second product of the same rows: its sum is ``x1`` of the epilogue, ``x0`` that of the
+    # first.
     second: tuple[Operand, ...] = ()
+    # Factors like `index`: the result, ``(tokens, n)``, is the sum over the experts of a token, each times its share;
+    # those of negative indices add nothing.
     shares: Operand | None = None
+    # Numbers over ``(experts, n)`` that are added to the sum of each product, if there are any.
     biases: tuple[Operand, ...] = ()
-    rounded: str = ""
-    order: ExpertOrderProblem | None = None
+    rounded: str = ""  # 16-bit float that a left operand of float32 is rounded to; empty for its own type
+    order: ExpertOrderProblem | None = None  # problem whose result the kernel reads instead of the index
 
     @property
     def parameters(self) -> list[Operand]:
@@ -459,19 +416,12 @@ class ExpertOrderProblem:
     from `TILES_AT` on, for each tile its expert, its first pair in the sorted order, its number of pairs, and an unused
     word; from `pairs_at` on the pairs, ``token * used + number``, in sorted order. Pairs of an expert are in any order,
     and so are tiles.
-
-    Attributes
-    ----------
-    index : Operand
-        Numbers of experts, ``(tokens, used)``. Pairs of negative numbers are left out; numbers above are the last.
-    experts : int
-    tile : int
-        Maximum pairs of a tile.
     """
 
+    # Numbers of experts, ``(tokens, used)``. Pairs of negative numbers are left out; numbers above are the last.
     index: Operand
     experts: int
-    tile: int
+    tile: int  # maximum pairs of a tile
 
     TILES_AT = TILE_WORDS = 4
 
@@ -506,17 +456,10 @@ class BlockUnpackProblem:
     """Dequantization of block-quantized weights, to the layout that a product of many rows reads.
 
     Parameters of its kernel, in order: weights, result.
-
-    Attributes
-    ----------
-    product : QuantizedMatmulProblem
-        Product that reads the weights; the element type is that of its left operand.
-    result : Operand
-        Weights over "k" and "n".
     """
 
-    product: QuantizedMatmulProblem
-    result: Operand
+    product: QuantizedMatmulProblem  # product that reads the weights; the element type is that of its left operand
+    result: Operand  # weights over "k" and "n"
 
     @property
     def parameters(self) -> list[Operand]:
@@ -534,44 +477,24 @@ class CachedAttentionProblem:
 
     Parameters of its kernel, in order: the operands (`pages` is also written), out, and perhaps scratch: a float32
     tensor whose shape the kernel chooses. Index maps name "m" rows, "p" pages, "s" slots, "t" pages of a slot.
-
-    Attributes
-    ----------
-    operands : tuple of Operand
-        qkv, pages, table, sequences, positions; then rotation, factors of norms and sinks, where present.
-    out : Operand
-    heads, kv_heads, size : int
-    scale : float
-    window : int
-        0: none.
-    softcap : float
-        0: none.
-    rotary, norms : str
-    eps : float
-    rows : str
-        "decode", "verify" or "chunk"; "append": only write keys and values of rows, without an out.
-    order : str
-        Order of keys in a page, see `encoding.pages`.
-    sinks : bool
-    shared_values : int
-        Number of last elements of a key that are the value, too; 0: values are of their own.
     """
 
+    # qkv, pages, table, sequences, positions; then rotation, factors of norms and sinks, where present.
     operands: tuple[Operand, ...]
     out: Operand
     heads: int
     kv_heads: int
     size: int
     scale: float
-    window: int
-    softcap: float
+    window: int  # 0: none
+    softcap: float  # 0: none
     rotary: str
     norms: str
     eps: float
-    rows: str
-    order: str
+    rows: str  # "decode", "verify" or "chunk"; "append": only write keys and values of rows, without an out
+    order: str  # order of keys in a page, see `encoding.pages`
     sinks: bool = False
-    shared_values: int = 0
+    shared_values: int = 0  # number of last elements of a key that are the value, too; 0: values are of their own
 
     @property
     def parameters(self) -> list[Operand]:
@@ -625,25 +548,13 @@ class BlockRowsProblem:
     """Gather of rows of block-quantized weights: ``result[i] = dequantized[index[i]]``.
 
     Parameters of its kernel, in order: weights, index, result. An index out of range is clamped.
-
-    Attributes
-    ----------
-    weights : tuple of Operand
-        As in `QuantizedMatmulProblem`.
-    index : Operand
-        One dimension, int32 or int64.
-    result : Operand
-        (indices, depth) of float32.
-    form : BlockFormat
-    rows : int
-        Number of rows of the weights.
     """
 
-    weights: tuple[Operand, ...]
-    index: Operand
-    result: Operand
+    weights: tuple[Operand, ...]  # as in `QuantizedMatmulProblem`
+    index: Operand  # one dimension, int32 or int64
+    result: Operand  # (indices, depth) of float32
     form: BlockFormat
-    rows: int
+    rows: int  # number of rows of the weights
 
     @property
     def parameters(self) -> list[Operand]:
@@ -661,26 +572,15 @@ class PanelFragmentsProblem:
     """Part of the fragments of experts whose weights are in panels; no number changes.
 
     Parameters of its kernel, in order: panels, result.
-
-    Attributes
-    ----------
-    panels : Operand
-        Bytes, as `encoding.block_panels` packs them.
-    result : Operand
-        The part, as `encoding.block_weights` packs it.
-    form : BlockFormat
-    depth, columns : int
-        Weights of a column, and columns of an expert.
-    part : int
-        0 for the weights; 1 and 2 for scales and minimums or factors.
     """
 
-    panels: Operand
-    result: Operand
+    panels: Operand  # bytes, as `encoding.block_panels` packs them
+    result: Operand  # the part, as `encoding.block_weights` packs it
     form: BlockFormat
+    # Weights of a column, and columns of an expert.
     depth: int
     columns: int
-    part: int
+    part: int  # 0 for the weights; 1 and 2 for scales and minimums or factors
 
     @property
     def parameters(self) -> list[Operand]:

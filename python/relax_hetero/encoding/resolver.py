@@ -174,6 +174,18 @@ class EncodingResolver(ABC):
         """
         return False
 
+    def multiplies_pairs(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
+        """Return whether the kernel of a product can compute a second one of the same rows (`MatmulProblem.second`).
+
+        Parameters
+        ----------
+        problem : MatmulProblem
+            Product without `second`.
+        target : tvm.target.Target
+            Target of the device that computes it.
+        """
+        return False
+
     def expert_order(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> ExpertOrderProblem | None:
         """Order of pairs of tokens and experts that a product with experts reads; None: it reads their numbers.
 

@@ -18,33 +18,20 @@ KINDS = ("sum", "mean", "max", "min", "prod")
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduction of a row to one number.
+    """Reduction of a row to one number."""
 
-    Attributes
-    ----------
-    kind : str
-        One of `KINDS`.
-    expression : Expression
-        Expression that is reduced: operands are the program's, followed by the reductions before this one.
-    """
-
-    kind: str
+    kind: str  # one of `KINDS`
+    # Expression that is reduced: operands are the program's, followed by the reductions before this one.
     expression: Expression
 
 
 @dataclass(frozen=True)
 class RowProgram:
-    """Function of every row of its operands.
-
-    Attributes
-    ----------
-    result : Expression
-        ``x0`` to ``x<num_operands - 1>`` are the operands, those after them the reductions.
-    """
+    """Function of every row of its operands."""
 
     num_operands: int
     reductions: tuple[Reduction, ...]
-    result: Expression
+    result: Expression  # ``x0`` to ``x<num_operands - 1>`` are the operands, those after them the reductions
 
     def __str__(self) -> str:
         statements = [f"r{i} = {r.kind}({self._text(r.expression)})" for i, r in enumerate(self.reductions)]

@@ -36,8 +36,10 @@ _MIN_LAYERS = 2
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _MIN_CACHED = 16
 """Tokens of a text in the measured decode steps, besides those of a chunk."""
-_MIN_DIFFERENCE = 0.05
-"""Minimum time that a longer cache adds to a step, as a fraction of it; less is noise."""
+_MIN_DIFFERENCE, _MIN_MEASURED_DIFFERENCE = 0.05, 0.2
+"""Minimum expected or measured time that a longer cache adds to a step, as a fraction of it; less is noise."""
+_NO_TIME = 1e-3
+"""Ratio of products whose time is negligible."""
 _MIN_SECONDS, _MAX_SECONDS, _MIN_CALLS = 0.5, 5.0, 3
 """Time of the measured calls, unless one call takes longer; and their number, unless they take too long."""
 
@@ -69,7 +71,7 @@ def calibrate(
     from ..frontend.auto.measure_devices import are_present
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.gguf.place_layers import LayerProblem
-    from ..frontend.gguf.scaling import Calibration, Fleet, HostTime, Pipeline
+    from ..frontend.gguf.scaling import Calibration, Fleet, HostTime, Pipeline, with_slower_products
 
     chunk = min(max(cache.chunks), cache.context)
     short, long = min(_MIN_CACHED, chunk // 2), min(chunk - 1, cache.context // 2)
@@ -90,18 +92,8 @@ def calibrate(
         rewind = partial(_rewind, measured, slots[:rows], tokens, cached)
         return _seconds(decode_steps(measured, slots[:rows], tokens[:rows, -1].tolist(), cached), rewind) / STEPS
 
-    model = hyperparameters_of(part)
-    own_cache = replace(cache, batches=batches, chunks=(chunk,), slots=max(batches))
-    parts = LayerProblem(part, model, own_cache, alone, costs, {}).search.parts
-    one = Pipeline(parts, model, costs, Fleet.of_vdevices(alone, costs), 1, 1)
     longest = step_seconds(batches[-1], long)  # before shorter ones, as `truncate` removes tokens
     steps = {rows: step_seconds(rows, short) for rows in batches}
-    expected, expected_longest = (one.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))
-    added, expected_added = longest - steps[batches[-1]], expected_longest - expected
-    ratio = steps[batches[-1]] / expected
-    if expected_added > 0 and max(added / longest, expected_added / expected) > _MIN_DIFFERENCE:
-        ratio = max(added, 0.0) / expected_added
-    decode = {rows: seconds / one.decode(rows, short + STEPS // 2)[0] for rows, seconds in steps.items()}
     host = None
     if measured.looks_ahead:
         few, many = (
@@ -111,8 +103,39 @@ def calibrate(
         has_two = len(vdevices) > 1 and are_present(vdevices[:2])
         further = _further_host_seconds(file, cache, vdevices[:2], costs, few) if has_two else {}
         host = HostTime(few, max(many - few, 0.0) / max(batches[-1] - 1, 1), **further)
-    prefill = _seconds(prompt(measured, slots[0], tokens[0])) / one.prefill(chunk, chunk)
-    return Calibration(decode, ratio, prefill, host)
+    prefill = _seconds(prompt(measured, slots[0], tokens[0]))
+
+    model = hyperparameters_of(part)
+    own_cache = replace(cache, batches=batches, chunks=(chunk,), slots=max(batches))
+    parts, fleet = LayerProblem(part, model, own_cache, alone, costs, {}).search.parts, Fleet.of_vdevices(alone, costs)
+
+    def with_products(ratio: float) -> Pipeline:
+        return Pipeline(parts, model, with_slower_products(costs, ratio), fleet, 1, 1)
+
+    products = _product_ratio(lambda ratio: with_products(ratio).prefill(chunk, chunk), prefill)
+    one = with_products(products)
+    expected, expected_longest = (one.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))
+    added, expected_added = longest - steps[batches[-1]], expected_longest - expected
+    ratio = steps[batches[-1]] / expected
+    is_seen = expected_added / expected > _MIN_DIFFERENCE or added / longest > _MIN_MEASURED_DIFFERENCE
+    if expected_added > 0 and is_seen:
+        ratio = max(added, 0.0) / expected_added
+    decode = {rows: seconds / one.decode(rows, short + STEPS // 2)[0] for rows, seconds in steps.items()}
+    return Calibration(decode, ratio, prefill / one.prefill(chunk, chunk), host, products)
+
+
+def _product_ratio(expected: Callable[[float], float], measured: float) -> float:
+    """Time of products over the expected one, from that of a prefill; 1 if products are less than half of it.
+
+    Parameters
+    ----------
+    expected : callable
+        Expected time of the prefill, given this ratio.
+    measured : float
+        Measured time.
+    """
+    others, whole = expected(_NO_TIME), expected(1.0)
+    return max((measured - others) / (whole - others), _NO_TIME) if others < min(measured, whole) / 2 else 1.0
 
 
 def _host_seconds(model: CompiledModel, slots: Sequence[int], rewind: Callable[[], object]) -> float:
@@ -184,15 +207,15 @@ def _rewind(model: CompiledModel, slots: Sequence[int], texts: np.ndarray, cache
 
 
 def decode_steps(
-    model: CompiledModel, slots: Sequence[int], tokens: Sequence[int], cached: int
+    model: CompiledModel, slots: Sequence[int], tokens: Sequence[int], cached: int, steps: int = STEPS
 ) -> Callable[[], object]:
-    """A call of `STEPS` greedy decode steps after `cached` tokens, each begun before the last one's tokens are read."""
+    """A call of greedy decode steps after `cached` tokens, each begun before the last one's tokens are read."""
 
     def work() -> object:
         for slot in slots:
             model.cache.truncate(slot, cached)
         step = model.begin_decode(slots, tokens)
-        for _ in range(STEPS - 1):
+        for _ in range(steps - 1):
             ahead = model.begin_decode(slots, step)
             step.tokens()
             step = ahead

@@ -186,6 +186,12 @@ class CudaResolver(EncodingResolver):
 
         return sends_sum(problem, gpu_target_of(target))
 
+    def multiplies_pairs(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
+        """Return whether the product has at most 64 rows, on Hopper's tensor cores."""
+        from ..tir.cuda.matmul.cuda_matmul import multiplies_pairs
+
+        return multiplies_pairs(problem, gpu_target_of(target))
+
     def expert_order(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> ExpertOrderProblem | None:
         """Tiles of pairs, for products of many pairs of 16-bit floats on Hopper's tensor cores."""
         from ..tir.cuda.matmul.wgmma_experts import expert_order_of

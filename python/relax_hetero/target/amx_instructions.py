@@ -21,31 +21,16 @@ TILE_BYTES = 64
 
 @dataclass(frozen=True)
 class AmxInstruction:
-    """An instruction that multiplies two tile registers and adds the product to a third.
+    """An instruction that multiplies two tile registers and adds the product to a third."""
 
-    Attributes
-    ----------
-    features : tuple of str
-        Required LLVM features.
-    types : tuple of str
-        Element types of left operand, right operand and accumulator.
-    instruction : str
-        LLVM intrinsic; its operands are the numbers of the tiles of sums, left and right factors.
-    k0 : int
-        Number of k values of a group.
-    min_rows : int
-        Minimum number of rows of a product. With fewer rows vector instructions read the right operand as fast
-        (measured with 768x768 on one core of an Emerald Rapids).
-    rate : int
-        Throughput relative to float32 vector instructions, over a whole product.
-    """
-
-    features: tuple[str, ...]
-    types: tuple[str, str, str]
-    instruction: str
-    k0: int
+    features: tuple[str, ...]  # required LLVM features
+    types: tuple[str, str, str]  # element types of left operand, right operand and accumulator
+    instruction: str  # LLVM intrinsic; its operands are the numbers of the tiles of sums, left and right factors
+    k0: int  # number of k values of a group
+    # Minimum number of rows of a product. With fewer rows vector instructions read the right operand as fast (measured
+    # with 768x768 on one core of an Emerald Rapids).
     min_rows: int
-    rate: int
+    rate: int  # throughput relative to float32 vector instructions, over a whole product
 
 
 _BYTES = ("amx-tile", "amx-int8")

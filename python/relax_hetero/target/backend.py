@@ -91,20 +91,11 @@ class DeviceMemory:
 
 
 class LinkedCode(NamedTuple):
-    """Code of all targets of a kind.
+    """Code of all targets of a kind."""
 
-    Attributes
-    ----------
-    modules : list of Module
-        Modules to link, in order of the targets' parts.
-    machine_code : dict of str to bytes
-        Machine code, by key, of kernels that the modules contain as source.
-    device_code : tuple of DeviceCode
-        Kernels that the back end builds when a machine is made (`artifact.device_code`).
-    """
-
-    modules: list[Any]
-    machine_code: dict[str, bytes] = {}
+    modules: list[Any]  # modules to link, in order of the targets' parts
+    machine_code: dict[str, bytes] = {}  # machine code, by key, of kernels that the modules contain as source
+    # Kernels that the back end builds when a machine is made (`artifact.device_code`).
     device_code: tuple[Any, ...] = ()
 
 

@@ -16,25 +16,13 @@ from .cpu_cores import TASKS_OF_UNLIKE_CORES, UNLIKE_CORES
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """Vector instructions of one level of an architecture.
-
-    Attributes
-    ----------
-    arch : str
-        LLVM's name of the architecture: "x86_64", "aarch64", or "" for any.
-    features : tuple of str
-        Required LLVM features.
-    vector_bytes : int
-        Bytes of a vector register; 0: vectorization is left to the compiler.
-    registers : int
-        Number of vector registers.
-    """
+    """Vector instructions of one level of an architecture."""
 
     name: str
-    arch: str
-    features: tuple[str, ...]
-    vector_bytes: int
-    registers: int
+    arch: str  # LLVM's name of the architecture: "x86_64", "aarch64", or "" for any
+    features: tuple[str, ...]  # required LLVM features
+    vector_bytes: int  # bytes of a vector register; 0: vectorization is left to the compiler
+    registers: int  # number of vector registers
 
 
 # The best first. Sources: Intel SDM and AMD64 manuals; Arm ARM (Advanced SIMD).
@@ -73,47 +61,24 @@ _SLOW_BF16_CPUS = frozenset(
 
 @dataclass(frozen=True)
 class WeightPrefetch:
-    """Prefetches of weights that are read once.
+    """Prefetches of weights that are read once."""
 
-    Attributes
-    ----------
-    distance : int
-        Bytes between reads and prefetches.
-    max_bits : int
-        Maximum number of bits of a prefetched weight.
-    max_rows : int
-        Maximum number of rows in float32 for which weights are prefetched.
-    """
-
-    distance: int
-    max_bits: int
-    max_rows: int
+    distance: int  # bytes between reads and prefetches
+    max_bits: int  # maximum number of bits of a prefetched weight
+    max_rows: int  # maximum number of rows in float32 for which weights are prefetched
 
 
 @dataclass(frozen=True)
 class CpuTarget:
-    """Facts about a CPU target.
-
-    Attributes
-    ----------
-    features : frozenset of str
-        All LLVM features of the target ("avx512vnni", "dotprod", ...), `QUICK_BF16`, `ZEN4`, `ZEN5`, `WIDE_SVE`.
-    cores : int
-        Number of tasks of parallel loops: one for each thread; more for cores of unlike speed.
-    kind : str
-        Target kind: "llvm" or "c".
-    threads : int
-        ``num-cores`` of the target, by default 1.
-    sve_bytes : int
-        Bytes of a vector register of SVE, which packed panels are multiplied by; 0 without `WIDE_SVE`.
-    """
+    """Facts about a CPU target."""
 
     isa: InstructionSet
+    # All LLVM features of the target ("avx512vnni", "dotprod", ...), `QUICK_BF16`, `ZEN4`, `ZEN5`, `WIDE_SVE`.
     features: frozenset[str]
-    cores: int
-    kind: str
-    threads: int = 1
-    sve_bytes: int = 0
+    cores: int  # number of tasks of parallel loops: one for each thread; more for cores of unlike speed
+    kind: str  # target kind: "llvm" or "c"
+    threads: int = 1  # ``num-cores`` of the target, by default 1
+    sve_bytes: int = 0  # bytes of a vector register of SVE, which packed panels are multiplied by; 0 without `WIDE_SVE`
 
     @property
     def weight_prefetch(self) -> WeightPrefetch:

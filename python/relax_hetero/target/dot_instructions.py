@@ -33,54 +33,28 @@ from .element_types import bytes_of, stored_type
 
 @dataclass(frozen=True)
 class DotInstruction:
-    """The instruction of a k-step.
+    """The instruction of a k-step."""
 
-    Attributes
-    ----------
-    name : str
-        Short name for kernel names and ``explain``: "fma", "vnni", "sdot".
-    isas : tuple of str
-        Names of the `InstructionSet` rows that include it.
-    features : tuple of str
-        Required features besides the row's.
-    types : tuple of str
-        Element types of left operand, right operand and accumulator.
-    form : str
-        Key of `relax_hetero.tir.microkernel.k_step.FORMS`, which emits the code.
-    k0 : int
-        Number of k values of a step; the right operand is packed with innermost tiles of k0 along k.
-    instruction : str
-        LLVM intrinsic, if the form uses one.
-    swapped : bool
-        Whether the right operand is the instruction's first factor.
-    flip : bool
-        Whether the top bit of every byte of the left operand is flipped.
-    compensation : int
-        Factor of the layout's compensation block in the initial accumulators: 1, -1, or 0 for layouts without one. K=0
-        has a block of zeros.
-    temporaries : int
-        Vector registers that a step needs besides the accumulators, the right factors and one left factor, with two
-        vectors of columns; CPUs with few registers use fewer rows because of them.
-    short : int
-        Number of steps of a partial sum in the operands' own type; 0 if every step adds to the accumulators.
-        `widened_instruction` is the same step without partial sums.
-    rows : int
-        Rows of the left operand that a step multiplies: 1, or 2 for matrix instructions, whose accumulators hold blocks
-        of two rows and two columns.
-    """
-
-    name: str
-    isas: tuple[str, ...]
-    features: tuple[str, ...]
-    types: tuple[str, str, str]
-    form: str
-    k0: int = 1
-    instruction: str = ""
-    swapped: bool = False
-    flip: bool = False
+    name: str  # short name for kernel names and ``explain``: "fma", "vnni", "sdot"
+    isas: tuple[str, ...]  # names of the `InstructionSet` rows that include it
+    features: tuple[str, ...]  # required features besides the row's
+    types: tuple[str, str, str]  # element types of left operand, right operand and accumulator
+    form: str  # key of `relax_hetero.tir.microkernel.k_step.FORMS`, which emits the code
+    k0: int = 1  # number of k values of a step; the right operand is packed with innermost tiles of k0 along k
+    instruction: str = ""  # LLVM intrinsic, if the form uses one
+    swapped: bool = False  # whether the right operand is the instruction's first factor
+    flip: bool = False  # whether the top bit of every byte of the left operand is flipped
+    # Factor of the layout's compensation block in the initial accumulators: 1, -1, or 0 for layouts without one. K=0
+    # has a block of zeros.
     compensation: int = 0
+    # Vector registers that a step needs besides the accumulators, the right factors and one left factor, with two
+    # vectors of columns; CPUs with few registers use fewer rows because of them.
     temporaries: int = 0
+    # Number of steps of a partial sum in the operands' own type; 0 if every step adds to the accumulators.
+    # `widened_instruction` is the same step without partial sums.
     short: int = 0
+    # Rows of the left operand that a step multiplies: 1, or 2 for matrix instructions, whose accumulators hold blocks
+    # of two rows and two columns.
     rows: int = 1
 
     def whole_rows(self, rows: int) -> int:

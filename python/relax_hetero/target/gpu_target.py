@@ -32,50 +32,29 @@ VECTOR_BYTES = 16
 
 @dataclass(frozen=True, eq=False)
 class GpuModel:
-    """Timings of a GPU, for the choice of tilings of products and attention, in cycles of a multiprocessor.
+    """Timings of a GPU, for the choice of tilings of products and attention, in cycles of a multiprocessor."""
 
-    Attributes
-    ----------
-    step_cycles : mapping of (int, int) to int
-        Cycles of a wgmma k-step of 128 bytes, by rows and columns of the tile, if it is not bound by loads; fitted to
-        convolutions and products of 100 to 50,000 rows.
-    swapped_step_cycles : tuple of float
-        Cost model with swapped operands: cycles per step, per 32 elements of the tile, per row and column of the tile,
-        and additionally per row and column with two warpgroups.
-    gathered_step_factor : float
-        Relative duration of a step whose operands are gathered through registers.
-    second_block_step_fraction : float
-        Fraction of a step's cycles that a second resident block adds (one computes while the other waits for loads).
-    l2_bytes_per_cycle : int
-        Bytes that all multiprocessors together load from L2 per cycle.
-    resident_blocks : mapping of int to int
-        Number of concurrent blocks by cluster size: blocks of a cluster share a GPC, whose number of multiprocessors is
-        not a multiple of every size. Measured with 8 queries and 8,192 keys of width 128: 16 heads split over 6 blocks
-        take 21 us, over 7 blocks 34 us; 32 heads over 3 blocks 39 us, over 4 blocks 49 us.
-    launch_cycles : int
-        Cycles of a launch with its first loads.
-    store_cycles : int
-        Cycles before a block stores its first result.
-    stored_elements_per_cycle : float
-        Elements of the result that a block stores per cycle.
-    cluster_cycles, cluster_block_cycles : int
-        Cycles of a cluster's start, and additionally for each further block.
-    exchanged_bytes_per_cycle : float
-        Bytes of sums that a block reads from other blocks of its cluster per cycle.
-    """
-
+    # Cycles of a wgmma k-step of 128 bytes, by rows and columns of the tile, if it is not bound by loads; fitted to
+    # convolutions and products of 100 to 50,000 rows.
     step_cycles: Mapping[tuple[int, int], int]
+    # Cost model with swapped operands: cycles per step, per 32 elements of the tile, per row and column of the tile,
+    # and additionally per row and column with two warpgroups.
     swapped_step_cycles: tuple[float, float, float, float]
-    gathered_step_factor: float
+    gathered_step_factor: float  # relative duration of a step whose operands are gathered through registers
+    # Fraction of a step's cycles that a second resident block adds (one computes while the other waits for loads).
     second_block_step_fraction: float
-    l2_bytes_per_cycle: int
+    l2_bytes_per_cycle: int  # bytes that all multiprocessors together load from L2 per cycle
+    # Number of concurrent blocks by cluster size: blocks of a cluster share a GPC, whose number of multiprocessors is
+    # not a multiple of every size. Measured with 8 queries and 8,192 keys of width 128: 16 heads split over 6 blocks
+    # take 21 us, over 7 blocks 34 us; 32 heads over 3 blocks 39 us, over 4 blocks 49 us.
     resident_blocks: Mapping[int, int]
-    launch_cycles: int
-    store_cycles: int
-    stored_elements_per_cycle: float
+    launch_cycles: int  # cycles of a launch with its first loads
+    store_cycles: int  # cycles before a block stores its first result
+    stored_elements_per_cycle: float  # elements of the result that a block stores per cycle
+    # Cycles of a cluster's start, and additionally for each further block.
     cluster_cycles: int
     cluster_block_cycles: int
-    exchanged_bytes_per_cycle: float
+    exchanged_bytes_per_cycle: float  # bytes of sums that a block reads from other blocks of its cluster per cycle
 
 
 H200 = GpuModel(
@@ -112,58 +91,25 @@ NARROW_COLUMNS = 4
 
 @dataclass(frozen=True)
 class GpuTarget:
-    """Facts about a CUDA target.
+    """Facts about a CUDA target."""
 
-    Attributes
-    ----------
-    arch : str
-        The target's architecture: "sm_90a".
-    capability : int
-        Compute capability; 90 stands for 9.0.
-    tensor : str
-        Tensor-core instruction: "wgmma" (operands in shared memory), "mma" (``mma.sync``, operands in registers) or ""
-        (none used).
-    mma_types : frozenset of str
-        Element types that ``mma.sync`` or wgmma multiply.
-    shared_bytes : int
-        Maximum shared memory of a block.
-    shared_bytes_sm : int
-        Shared memory of a multiprocessor, for all its blocks.
-    registers : int
-        32-bit registers of a multiprocessor.
-    multiprocessors : int
-        Number of multiprocessors of the largest model, and of blocks of persistent kernels.
-    cache_bytes : int
-        L2 cache of the largest model.
-    async_copies : bool
-        Whether ``cp.async`` is available (from 8.0).
-    bulk_copies : bool
-        Whether bulk copies, mbarrier and clusters are available (from 9.0).
-    block_threads : int
-        Maximum threads of a block.
-    has_ptx : bool
-        Whether it is an NVIDIA GPU (`tir.cuda.core.dialect`).
-    model : GpuModel
-        Timings; by default those of the H200.
-    stages_tiles : bool
-        Whether tiles of products without tensor cores are staged in shared memory.
-    """
-
-    arch: str
-    capability: int
+    arch: str  # the target's architecture: "sm_90a"
+    capability: int  # compute capability; 90 stands for 9.0
+    # Tensor-core instruction: "wgmma" (operands in shared memory), "mma" (``mma.sync``, operands in registers) or ""
+    # (none used).
     tensor: str
-    mma_types: frozenset[str]
-    shared_bytes: int
-    shared_bytes_sm: int
-    registers: int
-    multiprocessors: int
-    cache_bytes: int
-    async_copies: bool
-    bulk_copies: bool
-    has_ptx: bool = True
-    block_threads: int = MAX_BLOCK_THREADS
-    model: GpuModel = H200
-    stages_tiles: bool = True
+    mma_types: frozenset[str]  # element types that ``mma.sync`` or wgmma multiply
+    shared_bytes: int  # maximum shared memory of a block
+    shared_bytes_sm: int  # shared memory of a multiprocessor, for all its blocks
+    registers: int  # 32-bit registers of a multiprocessor
+    multiprocessors: int  # number of multiprocessors of the largest model, and of blocks of persistent kernels
+    cache_bytes: int  # L2 cache of the largest model
+    async_copies: bool  # whether ``cp.async`` is available (from 8.0)
+    bulk_copies: bool  # whether bulk copies, mbarrier and clusters are available (from 9.0)
+    has_ptx: bool = True  # whether it is an NVIDIA GPU (`tir.cuda.core.dialect`)
+    block_threads: int = MAX_BLOCK_THREADS  # maximum threads of a block
+    model: GpuModel = H200  # timings; by default those of the H200
+    stages_tiles: bool = True  # whether tiles of products without tensor cores are staged in shared memory
 
     @property
     def overlaps_launches(self) -> bool:
@@ -224,36 +170,17 @@ OTHER_BLOCK_THREADS = 256
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """Facts about a GPU without an architecture, as its driver states them; ``model`` of its target has their text.
+    """Facts about a GPU without an architecture, as its driver states them; ``model`` of its target has their text."""
 
-    Attributes
-    ----------
-    units : int
-        Multiprocessors (compute units).
-    is_cpu : bool
-        Whether it is a CPU.
-    in_host_memory : bool
-        Whether its memory is the host's, and readable without calls of the driver.
-    has_local_memory : bool
-        Whether shared (local) memory is memory of its own instead of a part of global memory.
-    subgroups : tuple of int
-        Numbers of threads that run together; empty if unknown.
-    cache_line : int
-        Bytes of a cache line; 0 if unknown.
-    has_command_buffers : bool
-        Whether the driver records command buffers.
-    has_byte_dots : bool
-        Whether it has instructions for dot products of bytes.
-    """
-
-    units: int = 16
-    is_cpu: bool = False
-    in_host_memory: bool = False
+    units: int = 16  # multiprocessors (compute units)
+    is_cpu: bool = False  # whether it is a CPU
+    in_host_memory: bool = False  # whether its memory is the host's, and readable without calls of the driver
+    # Whether shared (local) memory is memory of its own instead of a part of global memory.
     has_local_memory: bool = True
-    subgroups: tuple[int, ...] = ()
-    cache_line: int = 0
-    has_command_buffers: bool = False
-    has_byte_dots: bool = False
+    subgroups: tuple[int, ...] = ()  # numbers of threads that run together; empty if unknown
+    cache_line: int = 0  # bytes of a cache line; 0 if unknown
+    has_command_buffers: bool = False  # whether the driver records command buffers
+    has_byte_dots: bool = False  # whether it has instructions for dot products of bytes
 
     def __str__(self) -> str:
         parts = [

@@ -38,18 +38,10 @@ _MESH_VDEVICES: dict[tuple[str, int, str], tvm.relax.VDevice] = {}
 
 @dataclass(frozen=True)
 class Mesh:
-    """Devices in rows and columns.
+    """Devices in rows and columns."""
 
-    Attributes
-    ----------
-    positions : tuple of int
-        Positions of the devices in the module's list, row after row.
-    shape : tuple of int
-        Number of devices along each axis.
-    """
-
-    positions: tuple[int, ...]
-    shape: tuple[int, ...]
+    positions: tuple[int, ...]  # positions of the devices in the module's list, row after row
+    shape: tuple[int, ...]  # number of devices along each axis
 
     @classmethod
     def of_device(cls, position: int) -> Mesh:

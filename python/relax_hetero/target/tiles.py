@@ -17,27 +17,15 @@ MAX_PIXELS = 14
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Tile sizes of one instruction set.
+    """Tile sizes of one instruction set."""
 
-    Attributes
-    ----------
-    rows : int
-        Rows (m) of a tile.
-    vectors : int
-        Columns (n) of a tile, in vectors of the accumulator's type (in elements on CPUs without vectors).
-    pixels : int
-        Maximum number of pixels of a convolution's tile.
-    left_bytes : int
-        Bytes of a convolution's left factors, after they are widened, that one load of a pixel fetches, for several
-        steps that multiply by lanes; 0 if each step broadcasts its own.
-    panel_rows : int
-        Rows of a tile whose left factors are packed, too; 0 if products read the left operand in place.
-    """
-
-    rows: int
-    vectors: int
-    pixels: int = MAX_PIXELS
+    rows: int  # rows (m) of a tile
+    vectors: int  # columns (n) of a tile, in vectors of the accumulator's type (in elements on CPUs without vectors)
+    pixels: int = MAX_PIXELS  # maximum number of pixels of a convolution's tile
+    # Bytes of a convolution's left factors, after they are widened, that one load of a pixel fetches, for several steps
+    # that multiply by lanes; 0 if each step broadcasts its own.
     left_bytes: int = 0
+    # Rows of a tile whose left factors are packed, too; 0 if products read the left operand in place.
     panel_rows: int = 0
 
 

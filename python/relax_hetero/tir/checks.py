@@ -71,7 +71,7 @@ def check_kernel(problem: CheckProblem) -> tirx.PrimFunc:
     function = Function("check_values")
     width = len(problem.columns)
     with function:
-        extents: list[Expr] = [function.symbol(d) if isinstance(d, str) else d for d in problem.shape]
+        extents = list(map(function.size, problem.shape))
         values = View(function, "values", list(map(function.extent, problem.shape)), problem.dtype)
         number = T.arg("check", tirx.Var("check", "int64"))
         ends = [T.arg(f"end_{i}", tirx.Var(f"end_{i}", "int64")) for i in range(problem.ends)]

@@ -241,8 +241,7 @@ def delta_rule_kernel(problem: DeltaRuleProblem) -> tirx.PrimFunc:
 
 
 def _kernel(name: str, problem: DeltaRuleProblem, emit: Any) -> tirx.PrimFunc:
-    function = Function(name)
-    with function:
+    with Function(name) as function:
         tensors = DeltaRuleTensors(function, problem)
         with function.body():
             tensors.open()

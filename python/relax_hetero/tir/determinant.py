@@ -14,9 +14,8 @@ _EXACT = "float64"
 
 def determinant_kernel(batch: Dim, size: Dim, dtype: str) -> tirx.PrimFunc:
     """The determinants ``(batch,)`` of square matrices ``(batch, size, size)``; 1 for matrices without elements."""
-    function = Function("determinant")
-    with function:
-        count, order = (function.symbol(dim) if isinstance(dim, str) else dim for dim in (batch, size))
+    with Function("determinant") as function:
+        count, order = map(function.size, (batch, size))
         matrices = View(function, "matrices", [count, order, order], dtype)
         results = View(function, "determinants", [count], dtype)
         with function.body():

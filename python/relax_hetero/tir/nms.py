@@ -54,21 +54,12 @@ class NmsMemory:
 
     These are boxes, scores, three tensors of one number (maximum boxes per class, the overlap that drops a box, the
     minimum score), the indices ``(batches * classes * limit, 3)`` of the selected boxes, and their number.
-
-    Attributes
-    ----------
-    groups : PrimExpr or int
-        Number of classes in all images.
-    limit : PrimExpr or int
-        Capacity of each class's segment of the results.
     """
 
     def __init__(self, function: Function, problem: NmsProblem) -> None:
-        def extent(dim: Dim) -> Expr:
-            return function.symbol(dim) if isinstance(dim, str) else dim
-
-        self.batches, self.classes, self.boxes = map(extent, (problem.batches, problem.classes, problem.boxes))
-        self.groups = self.batches * self.classes
+        self.batches, self.classes, self.boxes = map(function.size, (problem.batches, problem.classes, problem.boxes))
+        self.groups = self.batches * self.classes  # number of classes in all images
+        # Capacity of each class's segment of the results.
         self.limit = self.boxes if problem.max_boxes is None else minimum(self.boxes, problem.max_boxes)
         shapes: dict[str, tuple[list[Expr], str]] = {
             "box": ([self.batches, self.boxes, 4], "float32"),
@@ -117,19 +108,15 @@ def area_of(corners: list[Expr]) -> Expr:
 
 def nms_kernel(problem: NmsProblem) -> tirx.PrimFunc:
     """The kernel for CPUs, with the attribute; its parameters are those of `NmsMemory`."""
-    function = Function("non_max_suppression")
-    with function:
+    with Function("non_max_suppression") as function:
         memory = NmsMemory(function, problem)
         with function.body():
             kernel = _Kernel(memory, problem.is_center)
-            with loop(memory.groups, parallel=not _is_one(memory.groups)) as group:
+            is_parallel = not isinstance(memory.groups, int) or memory.groups > 1
+            with loop(memory.groups, parallel=is_parallel) as group:
                 kernel.select(group)
             kernel.compact()
     return function.result.with_attrs({NMS: problem.text, BOUNDED: True})
-
-
-def _is_one(count: Expr) -> bool:
-    return isinstance(count, int) and count <= 1
 
 
 class _Kernel:

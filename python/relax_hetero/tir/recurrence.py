@@ -161,8 +161,7 @@ class RecurrenceProblem:
 
 def recurrence_kernel(problem: RecurrenceProblem, cpu: CpuTarget | None = None) -> tirx.PrimFunc:
     """The kernel of a CPU; without one, a kernel without vectors for any device, with the attribute `RECURRENCE`."""
-    function = Function("recurrence")
-    with function:
+    with Function("recurrence") as function:
         kernel = _Kernel(function, problem, cpu or CpuTarget(INSTRUCTION_SETS[-1], frozenset(), 1, "llvm"))
         with function.body():
             kernel.open()

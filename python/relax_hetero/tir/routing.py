@@ -29,23 +29,15 @@ _LEAST_TOTAL = 1e-20
 
 @dataclass(frozen=True)
 class RoutingKind:
-    """Meaning of scores.
+    """Meaning of scores."""
 
-    Attributes
-    ----------
-    is_softmax : bool
-        True if powers are exponentials of scores, probabilities their shares of all experts; False if both are the
-        sigmoids of scores.
-    group_best : int
-        Number of a group's greatest probabilities whose sum ranks the group. Of a softmax it is the greatest, as in
-        DeepSeek V2; llama.cpp takes two for every kind.
-    normalizes : bool or None
-        Whether the shares of a row sum to the factor; None: the model says it.
-    """
-
+    # True if powers are exponentials of scores, probabilities their shares of all experts; False if both are the
+    # sigmoids of scores.
     is_softmax: bool
+    # Number of a group's greatest probabilities whose sum ranks the group. Of a softmax it is the greatest, as in
+    # DeepSeek V2; llama.cpp takes two for every kind.
     group_best: int
-    normalizes: bool | None = None
+    normalizes: bool | None = None  # whether the shares of a row sum to the factor; None: the model says it
 
 
 ROUTING_KINDS = {
@@ -65,39 +57,23 @@ class RoutingProblem:
     float32; with `has_counts`, sequences, (rows,) of int32, and counts, (experts,) of int32; ids, (rows, used) of
     int32; shares, (rows, used) of float32. The experts of a row are in descending order of probability plus bias, equal
     ones by number. Counts grow by 1 for each expert of a row whose sequence is not negative.
-
-    Attributes
-    ----------
-    rows : int or str
-    experts, used : int
-        Number of experts, and of those of a row.
-    scale : float
-        Factor of the shares.
-    normalizes : bool
-        Whether the shares of a row sum to the factor: the sum is of the chosen experts' powers, not of all.
-    kind : str
-        Name of the `RoutingKind`.
-    has_bias : bool
-        Whether experts have biases, which count for their choice only.
-    groups, groups_used : int
-        Number of groups of neighbouring experts, and of those that a row chooses from.
-    has_counts : bool
-        Whether the rows of each expert are counted.
-    first, own : int
-        First and number of the experts that a device has, whose ids count from the first; ids of others are -1. 0: the
-        device has all, as always with counts.
     """
 
     rows: Dim
+    # Number of experts, and of those of a row.
     experts: int
     used: int
-    scale: float = 1.0
+    scale: float = 1.0  # factor of the shares
+    # Whether the shares of a row sum to the factor: the sum is of the chosen experts' powers, not of all.
     normalizes: bool = True
-    kind: str = "softmax"
-    has_bias: bool = False
+    kind: str = "softmax"  # name of the `RoutingKind`
+    has_bias: bool = False  # whether experts have biases, which count for their choice only
+    # Number of groups of neighbouring experts, and of those that a row chooses from.
     groups: int = 1
     groups_used: int = 1
-    has_counts: bool = False
+    has_counts: bool = False  # whether the rows of each expert are counted
+    # First and number of the experts that a device has, whose ids count from the first; ids of others are -1. 0: the
+    # device has all, as always with counts.
     first: int = 0
     own: int = 0
 
@@ -194,8 +170,7 @@ class RoutingTensors:
 
 def routing_kernel(problem: RoutingProblem) -> tirx.PrimFunc:
     """The kernel of CPUs, with the attribute `ROUTING`, by which GPUs get one of their own."""
-    function = Function("routing")
-    with function:
+    with Function("routing") as function:
         tensors = RoutingTensors(function, problem)
         with function.body():
             tensors.open()

@@ -101,11 +101,8 @@ class _Scatter:
     """The views of a kernel's parameters while it is being written."""
 
     def __init__(self, function: Function, problem: ScatterProblem) -> None:
-        def extents(shape: Sequence[Dim]) -> list[Expr]:
-            return [function.symbol(dim) if isinstance(dim, str) else dim for dim in shape]
-
-        self.data_extents, self.indices_extents = extents(problem.data), extents(problem.indices)
-        self.updates_extents = extents(problem.updates)
+        shapes = (problem.data, problem.indices, problem.updates)
+        self.data_extents, self.indices_extents, self.updates_extents = (list(map(function.size, s)) for s in shapes)
         total = prod(self.updates_extents)
         self.is_long = is_worth_tasks("elements", total)
         self._combine = REDUCTIONS[problem.reduction]
@@ -144,8 +141,7 @@ class _Scatter:
 
 
 def _kernel(name: str, problem: ScatterProblem, write: Callable[[_Scatter], None]) -> tirx.PrimFunc:
-    function = Function(name)
-    with function:
+    with Function(name) as function:
         scatter = _Scatter(function, problem)
         with function.body():
             scatter.open()

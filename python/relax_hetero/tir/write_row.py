@@ -25,8 +25,7 @@ def write_row_kernel(rank: int, dtype: str) -> tirx.PrimFunc:
     kernel : PrimFunc
         PrimFunc of rows, row and trip, a vector of one int64.
     """
-    function = Function("write_row")
-    with function:
+    with Function("write_row") as function:
         dims: list[Any] = [function.symbol(f"extent{axis}") for axis in range(rank)]
         capacity = function.symbol("room")
         rows = View(function, "rows", [capacity, *dims], dtype)

@@ -11,7 +11,7 @@ import click
 
 from ..display.console import console, print_json, show, table
 from ..display.text import bytes_text, plural, time_text
-from .command import INPUT, command, json_option
+from .command import INPUT, INPUT_FILE, command, json_option
 from .models import has_weights
 from .placement_options import VDeviceParam
 
@@ -49,6 +49,21 @@ _MAX_SPREAD = 1.15
     help="Rate and latency between hosts; the default is 10 Gb/s Ethernet, 1.25 and 1000.",
 )
 @click.option(
+    "--link",
+    nargs=2,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GB/S MICROSECONDS",
+    help="Rate and latency between devices of a host; the default is measured if two are in this machine, else that of "
+    "NVLink.",
+)
+@click.option(
+    "--expert-counts",
+    type=INPUT_FILE,
+    metavar="FILE",
+    help="Tokens that chose each expert, a file of relax-hetero serve --count-experts; by default all experts are "
+    "equally frequent.",
+)
+@click.option(
     "--measure",
     is_flag=True,
     help="Compile some layers of MODEL, and time them on the device first, which must be in this machine; estimates "
@@ -64,6 +79,8 @@ def scale_command(
     context: int | None,
     memory_limit: str | None,
     network: tuple[float, float] | None,
+    link: tuple[float, float] | None,
+    expert_counts: Path | None,
     measure: bool,
     as_json: bool,
 ) -> None:
@@ -80,6 +97,7 @@ def scale_command(
     from ..frontend.auto.cost_model import LinkCost
     from ..frontend.auto.measure_devices import SharedBandwidth
     from ..frontend.gguf.hyperparameters import hyperparameters_of
+    from ..frontend.gguf.place_experts import read_expert_counts
     from ..frontend.gguf.scaling import arrangements
     from ..frontend.language_model_files import read_language_model
     from ..llm.model_loader import default_cache
@@ -89,9 +107,12 @@ def scale_command(
         raise click.UsageError(f"{model} is not a language model; expected a GGUF file or a folder of Hugging Face")
     file = read_language_model(model)
     sizes = hyperparameters_of(file)
+    counts = read_expert_counts(expert_counts, sizes)
     rate, latency = network or (NETWORK_BYTES_PER_SECOND / 1e9, NETWORK_LATENCY_SECONDS * 1e6)
     with console(stderr=True).status("Measuring the devices"):
         vdevices, costs, fleet = fleet_of(vdevice, hosts, devices, LinkCost(rate * 1e9, latency * 1e-6), measure)
+        if link is not None:
+            fleet = replace(fleet, link=LinkCost(link[0] * 1e9, link[1] * 1e-6))
         shared = SharedBandwidth.of(vdevices[0]) if measure else None
         rates = [] if shared is None else [shared.measure() for _ in range(_PROBES)]
     cache = default_cache(sizes, vdevices[:1], context, texts)
@@ -105,7 +126,7 @@ def scale_command(
     if rates:  # those that are stored may be of another time
         fleet = replace(fleet, shared_bandwidth=median(rates))
     limit = memory_limits(memory_limit, vdevices[:1]).get(0)
-    fitting = arrangements(file, sizes, cache, vdevices[0], costs, fleet, texts, limit, calibration)
+    fitting = arrangements(file, sizes, cache, vdevices[0], costs, fleet, texts, limit, calibration, counts)
     if as_json:
         measured = None if calibration is None else asdict(calibration)
         rows = [each.to_json() for each in fitting]

@@ -29,13 +29,14 @@ from typing import Any, TypeAlias
 import tvm
 from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import StructuralKey, structural_map
+from tvm_ffi import StructuralKey
 
 from ..encoding.heads import Heads
 from ..errors import BuildError
 from ..op.attention import attention_sizes
 from ..op.require import as_condition, is_requirement, require_binding
 from ..op.traits import traits_of
+from ..tir.core.walks import replaced
 from .ir.blocks import is_one
 from .ir.declare import declare_pass
 from .ir.module_attrs import is_lowered
@@ -399,7 +400,7 @@ def _replaced(expr: Any, sizes: dict[Any, Extent]) -> Extent:
     for kind in (tirx.Add, tirx.Sub, tirx.Mul, tirx.FloorDiv, tirx.FloorMod, tirx.Min, tirx.Max):
         if isinstance(expr, kind):
             return kind(_replaced(expr.a, sizes), _replaced(expr.b, sizes))
-    return _as_int64(structural_map(expr, (tvm.ir.Var, lambda var: sizes.get(var, var))))
+    return _as_int64(replaced(expr, sizes))
 
 
 def _as_int64(extent: Extent) -> Extent:
@@ -578,9 +579,7 @@ class _FunctionChecker:
         scope.required.add(key)
         if self.analyzer.can_prove(condition):
             return
-        if self.equal and self.analyzer.can_prove(
-            structural_map(condition, (tirx.Var, lambda size: self.equal.get(size, size)))
-        ):
+        if self.equal and self.analyzer.can_prove(replaced(condition, self.equal)):
             return
         if isinstance(condition, tirx.IntImm):  # TVM has folded it
             expected = expected or "operands whose sizes fit each other"

@@ -41,7 +41,7 @@ from .ir.blocks import Block, Emitter, Rewrite, is_one, renamed, rewrite_functio
 from .ir.declare import declare_pass
 from .ir.op_names import PERMUTE
 from .ir.remarks import record_missed
-from .ir.rewriting import op_name, relax_functions, typed, with_fields, with_functions
+from .ir.rewriting import op_name, relax_functions, typed, with_args, with_functions
 
 # Values, and the orders in which they are available while permutations move.
 #
@@ -170,7 +170,7 @@ class PermutedValues:
             if var is None:
                 permuted_value = self.emitter.emit(call, ty, f"{source.name.removesuffix('_permuted')}_permuted")
             else:
-                self.emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
+                self.emitter.bind(var, typed(call, ty))
                 permuted_value = var
         value.available[key] = permuted_value
 
@@ -261,14 +261,9 @@ def _tensors(call: relax.Call) -> list[relax.Expr]:
     return [field for field in fields if isinstance(field.ty, relax.TensorType)]
 
 
-def _with_args(call: relax.Call, args: Sequence[relax.Expr], **fields: Any) -> relax.Call:
-    attrs = with_fields(call.attrs, **fields) if fields else call.attrs
-    return relax.Call(call.op, list(args), attrs, call.ty_args, call.span)
-
-
 def _on_data(call: relax.Call, order: Axes, results: tuple[Axes, ...], **fields: Any) -> Plan:
     """The plan that permutes the first operand, keeps the remaining ones, and replaces attributes."""
-    return Plan([(call.args[0], order)], results, lambda new: _with_args(call, [*new, *call.args[1:]], **fields))
+    return Plan([(call.args[0], order)], results, lambda new: with_args(call, [*new, *call.args[1:]], **fields))
 
 
 def _axes_of(attribute: Any, rank: int) -> list[int]:
@@ -291,7 +286,7 @@ def _leaves_last(dims: Sequence[int], axes: Axes) -> bool:
 def _elementwise(call: relax.Call, axes: Axes) -> Plan:
     def build(new: list[relax.Expr]) -> relax.Call:
         tensors = iter(new)
-        return _with_args(call, [next(tensors) if isinstance(arg.ty, relax.TensorType) else arg for arg in call.args])
+        return with_args(call, [next(tensors) if isinstance(arg.ty, relax.TensorType) else arg for arg in call.args])
 
     return Plan([(tensor, axes) for tensor in _tensors(call)], (axes,), build)
 
@@ -401,7 +396,7 @@ def _strided_slice(call: relax.Call, axes: Axes) -> Plan | None:
         return None
     moved = [axes[int(dim) % len(axes)] for dim in call.args[1].fields]
     names = relax.Tuple([relax.prim_value(axis) for axis in moved])
-    return Plan([(call.args[0], axes)], (axes,), lambda new: _with_args(call, [*new, names, *call.args[2:]]))
+    return Plan([(call.args[0], axes)], (axes,), lambda new: with_args(call, [*new, names, *call.args[2:]]))
 
 
 def _tile(call: relax.Call, axes: Axes) -> Plan | None:
@@ -417,7 +412,7 @@ def _broadcast_to(call: relax.Call, axes: Axes) -> Plan | None:
     if shape is None or len(shape) != len(axes):
         return None
     target = relax.ShapeExpr(permuted(shape, axes))
-    return Plan([(call.args[0], axes)], (axes,), lambda new: _with_args(call, [new[0], target]))
+    return Plan([(call.args[0], axes)], (axes,), lambda new: with_args(call, [new[0], target]))
 
 
 def _reshape(call: relax.Call, axes: Axes) -> Plan | None:
@@ -630,8 +625,7 @@ class _Mover:
     def _take_field(self, var: relax.Var, item: relax.TupleGetItem) -> None:
         result, orders = self.tuples[item.tuple_value]
         axes = orders[item.index]
-        kind = relax.DataflowVar if self.block.is_dataflow else relax.Var
-        field = kind(var.name, _permuted_type(var.ty, axes))
+        field = self.block.new_var(var.name, _permuted_type(var.ty, axes))
         self.emitter.bind(field, relax.TupleGetItem(result, item.index))
         self._define(var, field, axes)
 

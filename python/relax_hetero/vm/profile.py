@@ -396,17 +396,10 @@ class BufferClock:
         Metadata of the machine's executable.
     devices : sequence of runtime.Device
         The machine's.
-
-    Attributes
-    ----------
-    seconds : float
-        Time in them, over all calls so far.
-    own : float
-        Time that the clock itself took.
     """
 
     def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:
-        self.seconds = self.own = 0.0
+        self.seconds = self.own = 0.0  # time in them over all calls so far, and time that the clock itself took
         self._timed = {*_TRANSFERS, *metadata.dispatches, *(region.name for region in metadata.regions)}
         self._waiting = _Waiting.of(metadata)  # timed together, from the GPU's begin to the CPU's end
         self._is_open = False

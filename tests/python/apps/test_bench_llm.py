@@ -147,16 +147,17 @@ def test_a_step_of_several_texts_reads_each_chosen_expert_once(tmp_path):
     assert expert_bytes(path, TINY, 1000) == pytest.approx(all_experts)
 
 
-def test_turns_are_compared_at_the_machines_speed(capsys):
+def test_calls_are_compared_at_the_machines_speed(capsys):
     """Those before and after which the simulation differs do not count; one alone at any speed does."""
-    from llm_bench.scaling_validation import STEPS, Turn, _check
+    from llm_bench.scaling_validation import Sample, _check
 
     def expected(rate):
-        return STEPS * 12 / rate
+        return 12 / rate
 
-    turns = [Turn(STEPS * 1.0, 12, 12), Turn(STEPS * 2.1, 6, 6), Turn(STEPS * 1.1, 12, 6), Turn(STEPS * 1.9, 6, 6.2)]
-    assert _check("two", turns, expected).found == pytest.approx(0)
+    samples = [Sample(2.0, 12, 12), Sample(4.2, 6, 6), Sample(2.2, 12, 6), Sample(3.8, 6, 6.2)]
+    assert _check("two", samples, expected, 2).found == pytest.approx(0)
     shown = capsys.readouterr().out
-    assert "two: 1 of 4 turns do not count" in shown and "measured 1000.000 ms, simulated 1000.000 ms, 1.00" in shown
-    assert not _check("two", turns[2:3], expected).passed and "nan" in capsys.readouterr().out
-    assert _check("one", turns[2:3], lambda rate: STEPS * 1.0).found == pytest.approx(1 - 1 / 1.1)
+    assert "two: quartiles 0.95 and 1.04 of 3 calls; 1 do not count" in shown
+    assert "measured 1000.000 ms, simulated 1000.000 ms, 1.00" in shown
+    assert not _check("two", samples[2:3], expected, 2).passed and "nan" in capsys.readouterr().out
+    assert _check("one", samples[2:3], lambda rate: 1.0, 2).found == pytest.approx(1 - 1 / 1.1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from relax_hetero.artifact.model_graph import FunctionGraph, GraphNode, GraphValue, ModelGraph, check_graph
-from relax_hetero.artifact.typed_data import check_types
+from relax_hetero.artifact.typed_data import check_types, from_data, to_data
 
 X = GraphNode(0, 1, 0, 0, 4, (0,), ())
 Y = GraphNode(2, 2, 3, 2, 4, (0,), (0, -1))
@@ -18,14 +18,14 @@ GRAPH = ModelGraph(
 
 
 def test_a_graph_survives_json():
-    again = ModelGraph.from_json(json.loads(json.dumps(GRAPH.to_json())))
+    again = from_data(ModelGraph, json.loads(json.dumps(to_data(GRAPH))))
     assert again == GRAPH
     check_types(again)
     check_graph(GRAPH)
 
 
 def test_older_files_have_none():
-    assert ModelGraph.from_json(None) is None
+    assert from_data(ModelGraph | None, None) is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Command buffers as CUDA graphs on NVIDIA GPUs, against numpy; bindings, memory, runs without a graph."""
 
 import gc
-import logging
 
 import numpy as np
 import pytest
@@ -337,18 +336,6 @@ def test_counts_and_predicates_by_hand():
         expected[:positive] += 1
         expected[: 1 if positive else 3] += 1
         np.testing.assert_array_equal(marks.numpy(), expected)
-
-
-def test_without_cuda_bindings(monkeypatch, caplog):
-    monkeypatch.setattr(cuda_graph, "cuda_driver", lambda: "the package is not here")
-    mod, weights = layers()
-    with caplog.at_level(logging.WARNING, "relax_hetero"):
-        vm = rh.vm.VirtualMachine(rh.compile(mod))
-        for _ in range(3):
-            x = fresh_rng().standard_normal((8, 64)).astype("float32")
-            np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
-    (record,) = [r for r in caplog.records if "kernel by kernel" in r.message]
-    assert "main_commands" in record.message and "the package is not here" in record.message
 
 
 def test_host_functions_in_several_modules(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
+from models.test_meshes import from_bench
 from modules import ir_module
 from relax_hetero.artifact.commands import GRAPH, Dispatch
 from relax_hetero.artifact.graph_layout import SUBMITTED
@@ -308,6 +309,19 @@ def test_graphs_have_nccls_sums():
     assert counts == {(0, GRAPH): 1, (1, GRAPH): 1} and len(metadata.collectives) == 1
     launches = [int(graph._words[SUBMITTED]) for graph in vm.graphs]
     assert launches.count(3) >= 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("count", [4096, 262144])
+def test_many_sums(count, strategy):
+    """As many in each graph as a language model of 32 layers has; calls begin before the last ones have ended."""
+    module = from_bench("collectives", "chain_module")(2, count, 64)
+    vm = rh.vm.VirtualMachine(rh.compile(module, allreduce_strategy=strategy), collective_timeout=20)
+    arrays = [np.arange(count, dtype="float32")[None] % 7 + rank for rank in range(2)]
+    tensors = [tvm.runtime.tensor(array, tvm.cuda(rank)) for rank, array in enumerate(arrays)]
+    calls = [vm["main"](*tensors) for _ in range(12)]
+    for result in (result for results in calls for result in results):
+        np.testing.assert_array_equal(np.asarray(result), sum(arrays) * np.float32(2) ** 63)
 
 
 @with_nccl

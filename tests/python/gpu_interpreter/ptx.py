@@ -17,7 +17,7 @@ from .calls import HANDLERS, handles
 from .expressions import both
 from .faults import KernelFault
 from .memory import View, pointed, shared_place
-from .warps import atomic
+from .warps import WARP, _complete_warps, atomic
 
 TYPES: dict[str, np.dtype] = {
     "b8": np.dtype(np.uint8), "u8": np.dtype(np.uint8), "s8": np.dtype(np.int8), "b16": np.dtype(np.uint16),
@@ -325,6 +325,19 @@ def _power_of_two(expressions: Any, one: Instruction) -> Any:
     def evaluate(lanes: Any, mask: Any) -> None:
         power = np.exp2(bits_of(lanes, value(lanes, mask), TYPES["f32"]))
         write(lanes, mask, np.where(power < 2.0**-126, np.float32(0), power).astype(np.float32))
+
+    return evaluate
+
+
+@instruction(r"redux\.sync\.(min|max)\.[us]32")
+def _redux(expressions: Any, one: Instruction) -> Any:
+    write, value = register_writer(expressions, one.operands[0]), expressions.compiled(one.operands[1])
+    reduce, dtype = {"min": np.min, "max": np.max}[one.parts[2]], TYPES[one.parts[3]]
+
+    def evaluate(lanes: Any, mask: Any) -> None:
+        _complete_warps(lanes, mask, "redux.sync")
+        values = bits_of(lanes, value(lanes, mask), dtype).reshape(-1, WARP)
+        write(lanes, mask, np.repeat(reduce(values, axis=1), WARP))
 
     return evaluate
 

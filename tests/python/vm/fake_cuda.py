@@ -14,6 +14,7 @@ from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.pinned_staging import loop_of
 
 NOT_READY, LOST, INVALID = 600, 719, 1
+WAIT_EVENT, EVENT_RECORD = 6, 7  # kinds of a graph's nodes
 NAMES = {INVALID: b"CUDA_ERROR_INVALID_VALUE", LOST: b"CUDA_ERROR_LAUNCH_FAILED"}
 
 
@@ -132,14 +133,19 @@ class FakeCuda:
 
     def cuGraphGetNodes(self, graph, nodes, count):
         if nodes is not None:
-            nodes[:] = list(self.nodes[graph])[::-1]  # in any order
-        count._obj.value = len(self.nodes[graph])
+            if not count._obj.value:
+                return INVALID
+            nodes[:] = list(self.nodes.get(graph, ()))[::-1]  # in any order
+        count._obj.value = len(self.nodes.get(graph, ()))
 
     def cuGraphGetEdges_v2(self, graph, sources, targets, data, count):
-        for number, (pair, kind) in enumerate(self.edges[graph].items() if sources is not None else ()):
+        edges = self.edges.get(graph, {})
+        if sources is not None and not count._obj.value:
+            return INVALID
+        for number, (pair, kind) in enumerate(edges.items() if sources is not None else ()):
             sources[number], targets[number] = pair
             ctypes.memmove(ctypes.addressof(data[number]), kind, 8)
-        count._obj.value = len(self.edges[graph])
+        count._obj.value = len(edges)
 
     def cuGraphNodeGetType(self, node, kind):
         kind._obj.value = next(kinds[node] for kinds in self.nodes.values() if node in kinds)
@@ -154,11 +160,19 @@ class FakeCuda:
     def cuGraphAddEventRecordNode(self, node, graph, dependencies, count, event):
         node._obj.value = self.add_node(graph, ("event", event), dependencies[:count])
 
+    def cuGraphDestroyNode(self, node):
+        (graph,) = (graph for graph, kinds in self.nodes.items() if node in kinds)
+        del self.nodes[graph][node]
+        self.edges[graph] = {pair: data for pair, data in self.edges[graph].items() if node not in pair}
+
     def cuGraphInstantiateWithFlags(self, result, graph, flags):
         result._obj.value = handle = next(self.handles)
         self.executables.add(handle)
 
     def cuGraphUpload(self, graph, stream):
+        assert graph in self.executables
+
+    def cuGraphLaunch(self, graph, stream):
         assert graph in self.executables
 
     def cuGraphExecDestroy(self, graph):

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
@@ -51,10 +51,11 @@ Measure = Literal["missing", "all", "nothing"]
 TYPES = ("float32", "float16", "bfloat16")
 """Element types of measured products."""
 
-_FORMAT_VERSION = 5  # of cached figures; change it with their meaning or the kernels
+_FORMAT_VERSION = 6  # of cached figures; change it with their meaning or the kernels
 _CHAINED_PRODUCTS = 4  # products per call, each of the previous result
 _SMALL_KERNELS = 32  # per call
 _CROSSINGS_PER_CALL = 8  # transfers of a call that alternates between two devices
+_SUMS_PER_CALL, _SUM_EXTENT = 8, 512  # sums of a call of several devices, and rows of the products that they follow
 _SMALL_EXTENT = 64
 _CPU_EXTENT, _MAX_EXTENT = 1024, 4096  # maximum of the measured products, of CPUs and of other devices
 _PROBE_EXTENT = 128  # of products whose time decides the size of the measured ones
@@ -98,10 +99,12 @@ class SharingFigures:
     """Measurements of equal CPU devices of this machine that work at the same time."""
 
     devices: int  # number of devices, which together have the cores that this process may use
-    memory: float  # bytes per second that each of them reads while all do, per second of its threads
+    # Bytes per second that one of them reads alone, and that each reads while all do, per second of its threads.
+    lone_memory: float
+    memory: float
     products: float  # time of a matrix product on each of them over that on one alone; times are those of their threads
-    # Seconds from a step to the next one on another device, in a call that goes through queues, and in one that runs
-    # all steps in its thread.
+    # Seconds that a sum of two devices adds to a call through queues of products that exceed a core's caches, but not
+    # those that cores share; and from a step to the next one on another device, in a call that runs all in its thread.
     handover: float
     crossing: float
 
@@ -186,9 +189,10 @@ class SharedBandwidth:
         vdevices = _sharing_devices(vdevice)
         return None if vdevices is None else cls(vdevices)
 
-    def measure(self) -> float:
-        """Measure, which takes some tens of milliseconds."""
-        seconds = _processor_time(partial(_submitted, self._machine, "memory", self._tensors)) / len(self._tensors)
+    def measure(self, calls: int = _SHARING_CALLS) -> float:
+        """Measure, which takes some milliseconds a call."""
+        read = partial(_submitted, self._machine, "memory", self._tensors)
+        seconds = _processor_time(read, calls) / len(self._tensors)
         return 4 * self._length / max(seconds, 1e-9)
 
 
@@ -464,13 +468,46 @@ def _add_parallel(
         builder.emit_func_output(result)
 
 
+def _add_sums(builder: relax.BlockBuilder, name: str, vdevices: Sequence[relax.VDevice]) -> None:
+    """Add a function with products of a row on each device, one after the other, whose results all devices add."""
+    shapes = (1, _SUM_EXTENT), (_SUM_EXTENT, _SUM_EXTENT)
+    params = [relax.Var(f"x{i}", relax.TensorType(shapes[0], "float32", each)) for i, each in enumerate(vdevices)]
+    with builder.function(name, params):
+        with builder.dataflow():
+            values: list[relax.Expr] = list(params)
+            for number in range(_SUMS_PER_CALL):
+                for index, vdevice in enumerate(vdevices):
+                    # Different numbers, as equal ones would be one tensor: together they exceed a core's caches.
+                    factor = np.float32(1 + number + index * _SUMS_PER_CALL)
+                    array = _random_array(shapes[1], "float32") / factor
+                    weight = relax.const(tvm.runtime.tensor(array), relax.TensorType(shapes[1], "float32", vdevice))
+                    values[index] = builder.emit(relax.op.matmul(values[index], weight))
+                if len(vdevices) > 1:
+                    values = [_sum_on(builder, values, vdevices, own) for own in range(len(vdevices))]
+            result = builder.emit_output(relax.Tuple(values))
+        builder.emit_func_output(result)
+
+
+def _sum_on(
+    builder: relax.BlockBuilder, values: Sequence[relax.Expr], vdevices: Sequence[relax.VDevice], own: int
+) -> relax.Expr:
+    """Add the sum of values, one of each device, on one of them."""
+    moved = [
+        value if index == own else builder.emit(relax.op.to_vdevice(value, vdevices[own]))
+        for index, value in enumerate(values)
+    ]
+    return reduce(lambda a, b: builder.emit(relax.op.add(a, b)), moved)
+
+
 def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     """Measure devices at the same time: calls enter their queues, as those of functions over several devices."""
-    memory = SharedBandwidth(vdevices).measure()
+    lone, memory = (SharedBandwidth(each).measure() for each in (vdevices[:1], vdevices))
     square, builder = (_CPU_EXTENT, _CPU_EXTENT), relax.BlockBuilder()
     _add_parallel(builder, "product", lambda x: relax.op.matmul(x, x), square, vdevices[:1])
     _add_parallel(builder, "products", lambda x: relax.op.matmul(x, x), square, vdevices)
     _add_crossings(builder, vdevices[:2])
+    _add_sums(builder, "sums", vdevices[:2])
+    _add_sums(builder, "alone", vdevices[:1])
     vm = _machine(builder, vdevices)
 
     def seconds(name: str, number: int) -> float:
@@ -479,16 +516,19 @@ def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
 
     products = max(1.0, seconds("products", len(vdevices)) / seconds("product", 1))
     row = _random_array((16,), "float32")
-    handover = _time_call(partial(_submitted, vm, "cross", [row]), []) / (_CROSSINGS_PER_CALL + 1)
     crossing = _time_call(partial(vm["cross"], row), []) / (_CROSSINGS_PER_CALL + 1)
-    return SharingFigures(len(vdevices), memory, products, handover, crossing)
+    rows = [tvm.runtime.tensor(_random_array((1, _SUM_EXTENT), "float32"), device) for device in vm.devices[:2]]
+    sums = _time_call(partial(_submitted, vm, "sums", rows), [])
+    alone = _time_call(partial(_submitted, vm, "alone", rows[:1]), [])
+    handover = max((sums - alone) / _SUMS_PER_CALL, crossing)
+    return SharingFigures(len(vdevices), lone, memory, products, handover, crossing)
 
 
-def _processor_time(call: Callable[[], Any]) -> float:
+def _processor_time(call: Callable[[], Any], calls: int = _SHARING_CALLS) -> float:
     """Median time that this process computes for a call: that of its threads, which other programs do not add to."""
     call()
     times = []
-    for _ in range(_SHARING_CALLS):
+    for _ in range(calls):
         begin = time.process_time()
         call()
         times.append(time.process_time() - begin)

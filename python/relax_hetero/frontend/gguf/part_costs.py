@@ -80,6 +80,8 @@ class Part:
         Variable whose placement rule decides for the part.
     experts : tuple of int
         Numbers of the experts, if the part does not have all of the layer.
+    pairs : tuple of float
+        Expected number of a row's pairs with each expert of the part, 0 to 1; empty if all are equally frequent.
     last_row : (float, float)
         Fractions of the products and of the scores that a prefill computes for one row of each text, as the logits of
         one are returned (`Hyperparameters.full_layers`).
@@ -98,6 +100,7 @@ class Part:
     resident_cache: float = 0.0
     variable: str = ""
     experts: tuple[int, ...] = ()
+    pairs: tuple[float, ...] = ()
     last_row: tuple[float, float] = (0.0, 0.0)
 
     def some_experts(self, experts: Sequence[int], pairs: Sequence[float], variable: str) -> Part:
@@ -111,11 +114,13 @@ class Part:
             products={kind: products * own / sum(pairs) for kind, products in self.products.items()},
             variable=variable,
             experts=tuple(experts),
+            pairs=tuple(pairs[expert] for expert in experts),
         )
 
     def touched(self, rows: int) -> float:
         """Expected fraction of the weights that rows read, which choose experts independently of each other."""
-        return 1.0 - (1.0 - self.share) ** rows
+        pairs = self.pairs or (self.share,)
+        return 1.0 - sum((1.0 - chance) ** rows for chance in pairs) / len(pairs)
 
     def rows_read(self, step: Step) -> int:
         """Rows of a text that the part takes."""

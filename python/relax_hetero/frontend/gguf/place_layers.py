@@ -354,11 +354,12 @@ class ModelParts:
     def _experts(self, layer: int, tensors: Sequence[FileTensor]) -> Iterable[Part]:
         model, prefix = self._model, f"blk.{layer}"
         down, share = f"{prefix}.ffn_down_exps", model.experts_used / model.experts
-        groups = self._groups.get(prefix, ())
+        groups, counts = self._groups.get(prefix, ()), self._expert_counts.get(layer)
+        pairs = expert_pairs(model, counts)
         if not groups:
-            return self._by_device("experts", layer, down, tensors, share)
+            parts = self._by_device("experts", layer, down, tensors, share)
+            return [replace(part, pairs=pairs) for part in parts] if counts else parts
         whole = self._part("experts", layer, down, tensors, share)
-        pairs = expert_pairs(model, self._expert_counts.get(layer))
         return [whole.some_experts(group.experts, pairs, f"{down}{group.suffix}") for group in groups]
 
     def _by_device(

@@ -14,17 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
 import tvm
 
+from ...display.text import bytes_text, plural
 from ...errors import PlacementError
 from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS
 from ...target.vdevice import is_cpu
-from ...tir.cuda.all_reduce import all_reduce_seconds
+from ...tir.cuda.all_reduce import all_reduce_seconds, is_short_sum
 from ..auto.cost_model import CostModel, LinkCost
 from ..auto.measure_devices import SharingFigures
 from ..auto.simulate import Task, simulate
@@ -45,7 +46,8 @@ _SUMMED_PARTS = ("attn", "ffn", "experts")
 GPU_TRANSFER_SECONDS = 25e-6
 """Time from a kernel's end on a GPU to the next kernel's begin on another one, with a small copy between them.
 
-Measured on two H200s (23 us). Measured links have the host's time for the launches, too, if that is longer.
+Measured on two H200s (23 us); ``python apps/bench/transfers.py --vdevice cuda:0 --vdevice cuda:1`` prints it as
+"in order". Measured links have the host's time for the launches, too, if that is longer.
 """
 
 
@@ -60,14 +62,13 @@ class Fleet:
     link, network : LinkCost
         Between devices of a host, and between hosts.
     handover : float or None
-        Seconds until a CPU device's thread begins a step that waits for another device; None for GPUs, which sum by
-        kernels.
+        Seconds that a sum of CPU devices takes, whose threads wait for each other; None for GPUs, which sum by kernels.
     overlaps : bool
         Whether a call returns before it ends, as on GPUs, so that calls of a step follow each other through stages.
     workers : int
         Maximum devices of a host that work at the same time, as CPU devices share its cores; 0: all.
-    shared_bandwidth : float
-        Bytes per second that each of so many devices reads while all work.
+    lone_bandwidth, shared_bandwidth : float
+        Bytes per second that one device reads alone, and that each of so many devices reads while all work.
     slowdown : float
         Time that so many devices take at the same time for products over that of one alone.
     """
@@ -79,6 +80,7 @@ class Fleet:
     handover: float | None = None
     overlaps: bool = True
     workers: int = 0
+    lone_bandwidth: float = math.inf
     shared_bandwidth: float = math.inf
     slowdown: float = 1.0
 
@@ -113,28 +115,39 @@ class Fleet:
         if sharing is None:
             return cls(hosts, count, link, network, link.latency, overlaps=False)
         link = replace(link, latency=sharing.crossing)
-        shared = sharing.memory, sharing.products
+        shared = sharing.lone_memory, sharing.memory, sharing.products
         return cls(hosts, count, link, network, sharing.handover, False, sharing.devices, *shared)
 
-    def at_work(self, costs: CostModel, count: int, group: int, ratio: float = 1.0) -> CostModel:
-        """Costs of a device while `count` devices of its host work, of which each `group` are called together.
+    def slowdowns(self, bandwidth: float, count: int, group: int) -> tuple[float, float, float]:
+        """Factors of a device's time for all work, as devices take turns, and besides for reading and for products.
 
         More devices of a group than workers take turns in one thread; devices of different groups share the workers.
-        `ratio` is the measured time of reading over the time that these costs expect.
+
+        Parameters
+        ----------
+        bandwidth : float
+            Bytes per second that the device reads alone.
+        count : int
+            Devices of its host that work at the same time.
+        group : int
+            Devices that are called together.
         """
         turns = group if self.workers and group > self.workers else 1
         count //= turns
         workers = min(count, self.workers or count)
         share = (workers - 1) / (self.workers - 1) if self.workers > 1 else 0.0
-        # A device alone may not read as fast as memory allows several: only what is above its share takes longer.
-        slowdown = max(1.0, costs.devices[0].bandwidth / ratio / self.shared_bandwidth), self.slowdown
-        memory, products = ((1 + (each - 1) * share) * turns * count / workers for each in slowdown)
-        if memory == products == 1:
-            return costs
-        first = costs.devices[0]
-        rates = {kind: rate / products for kind, rate in first.products.items()}
-        slower = replace(first, flops=first.flops / products, bandwidth=first.bandwidth / memory, products=rates)
-        return replace(costs, devices=[slower, *costs.devices[1:]])
+        # What a byte takes longer is added: kernels that read slower than memory allows wait for it as long.
+        longer = max(0.0, 1 / self.shared_bandwidth - 1 / self.lone_bandwidth)
+        return turns * count / workers, 1 + share * bandwidth * longer, 1 + share * (self.slowdown - 1)
+
+
+def with_slower_products(costs: CostModel, ratio: float) -> CostModel:
+    """Costs with `ratio` times the time of products on the first device."""
+    if ratio == 1:
+        return costs
+    first, *others = costs.devices
+    rates = {kind: rate / ratio for kind, rate in first.products.items()}
+    return replace(costs, devices=[replace(first, flops=first.flops / ratio, products=rates), *others])
 
 
 @dataclass(frozen=True)
@@ -178,17 +191,24 @@ class Calibration:
         Ratio of prefills.
     host : HostTime or None
         Time of the host, which a step takes at least; None if devices compute during its calls.
+    products : float
+        Ratio of products, as far as prefills show it; the other ratios are those of times that follow from it.
     """
 
     decode: Mapping[int, float]
     cached: float
     prefill: float
     host: HostTime | None = None
+    products: float = 1.0
 
     def decode_ratio(self, texts: int) -> float:
         """Ratio of a call, between those of the nearest measured numbers of texts."""
         counts = sorted(self.decode)
         return float(np.interp(np.log2(texts), np.log2(counts), [self.decode[count] for count in counts]))
+
+    def reading_ratio(self, texts: int) -> float:
+        """Least ratio of at most so many texts: others take longer for products, not for reading."""
+        return min(self.decode_ratio(count) for count in {texts, *self.decode} if count <= texts)
 
 
 @dataclass(frozen=True)
@@ -264,6 +284,7 @@ def arrangements(
     texts: int,
     limit: int | None = None,
     calibration: Calibration | None = None,
+    expert_counts: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Arrangement]:
     """All arrangements of a model on a fleet that fit, the one with the most tokens per second first.
 
@@ -284,6 +305,8 @@ def arrangements(
         Maximum bytes of a device.
     calibration : Calibration, optional
         Measurements of the device with the model.
+    expert_counts : mapping from int to sequence of float, optional
+        Layer -> counts of its experts (`place_experts.read_expert_counts`); by default all are equally frequent.
 
     Raises
     ------
@@ -294,7 +317,9 @@ def arrangements(
     for tensor, stages, replicas in group_shapes(model, fleet):
         own = math.ceil(texts / replicas)
         batch = math.ceil(own / stages) if fleet.overlaps else own
-        problem = LayerProblem(file, model, replace(cache, batches=(batch,), slots=own), [vdevice], costs, {})
+        problem = LayerProblem(
+            file, model, replace(cache, batches=(batch,), slots=own), [vdevice], costs, {}, expert_counts
+        )
         pipeline = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages, replicas, calibration)
         device_bytes = max(pipeline.stage_bytes) + problem.working[0]
         least = min(least, device_bytes)
@@ -319,9 +344,10 @@ def arrangements(
         )
     if not fitting:
         raise PlacementError(
-            f"{file.path}: found a limit of {limit:,} bytes for a device, expected at least {int(least):,}, which "
-            f"{fleet.hosts * fleet.devices} devices need; raise the limit, or take more devices, fewer texts or a "
-            "smaller context"
+            f"{file.path}: found a limit of {limit:,} bytes for a device, expected at least {int(least):,} "
+            f"({bytes_text(int(least))}) on each of {plural(fleet.hosts * fleet.devices, 'device')}, for weights and "
+            f"{plural(texts, 'text')} of {plural(cache.context, 'token')}; raise the limit, or take more devices, "
+            "fewer texts or a smaller context"
         )
     return sorted(fitting, key=lambda each: (-each.tokens_per_second, each.token_seconds))
 
@@ -385,8 +411,9 @@ class Pipeline:
         self._row_bytes = model.hidden_size * 4
         own = tensor * (stages if fleet.overlaps else 1)
         neighbors = max(1, min(replicas, fleet.devices // (tensor * stages)))
-        # By the ratio of measured to expected times.
-        self._costs = lru_cache(partial(fleet.at_work, costs, min(own * neighbors, fleet.devices), tensor))
+        if calibration is not None:
+            costs = with_slower_products(costs, calibration.products)
+        self._costs, self._at_work = costs, min(own * neighbors, fleet.devices)
         self.stages = self._balanced(parts, stages)
 
     @property
@@ -470,13 +497,11 @@ class Pipeline:
 
     def seconds(self, parts: Sequence[Part], texts: int, rows: int, cached: int) -> float:
         """Seconds of some parts on a group, with their sums, as `stage_seconds`."""
-        calibration, ratio = self._calibration, 1.0
-        if calibration is not None:
-            ratio = calibration.prefill if rows > 1 else calibration.decode_ratio(texts)
-        seconds = ratio * sum(self._part_seconds(part, texts, rows, cached, ratio) for part in parts)
+        calibration = self._calibration
+        seconds = sum(self._part_seconds(part, texts, rows, cached) for part in parts)
         if calibration is not None and rows == 1:
-            short = ratio * sum(self._part_seconds(part, texts, 1, 0, ratio) for part in parts)
-            seconds = short + (seconds - short) / ratio * calibration.cached
+            short = sum(self._part_seconds(part, texts, 1, 0) for part in parts)
+            seconds = short + (seconds - short) / calibration.decode_ratio(texts) * calibration.cached
         if self.tensor == 1:
             return seconds
         step = Step(rows, cached, texts)
@@ -485,11 +510,11 @@ class Pipeline:
         return seconds + any(part.name == "output" for part in parts) * self.sum_seconds(self._gathered(texts)[1])
 
     def sum_seconds(self, nbytes: float) -> float:
-        """Seconds of an all-reduce of `nbytes` in a group: each device writes its part to every other one."""
+        """Seconds of an all-reduce of `nbytes` in a group; a CPU device reads those of every other one."""
         seconds = nbytes / self._fleet.link.bandwidth
         if self._fleet.handover is not None:
             return self._fleet.handover + (self.tensor - 1) * seconds
-        return all_reduce_seconds(self.tensor, seconds)
+        return all_reduce_seconds(self.tensor, seconds, is_short_sum(nbytes))
 
     def _gathered(self, texts: int) -> tuple[str, int]:
         """Values that devices exchange to find greedy tokens, and their bytes: the largest logit of each device."""
@@ -497,18 +522,26 @@ class Pipeline:
             return "logits", 4 * texts * self._model.vocabulary // self.tensor
         return "greedy tokens", 8 * texts
 
-    def _part_seconds(self, part: Part, texts: int, rows: int, cached: int, ratio: float = 1.0) -> float:
-        """Expected time of a part on a device of a group; `ratio` is that of `Fleet.at_work`."""
-        costs, step = self._costs(ratio), Step(rows, cached, texts)
-        work = part.work_seconds(0, costs, step)
-        launches = KERNELS[part.name] * costs.devices[0].launch
-        return work * self._imbalance(part, texts * part.rows_read(step)) / self.tensor + launches
+    def _part_seconds(self, part: Part, texts: int, rows: int, cached: int) -> float:
+        """Time of a part on a device of a group, corrected by measurements."""
+        ratio = reading = 1.0
+        if (calibration := self._calibration) is not None:
+            ratio = calibration.prefill if rows > 1 else calibration.decode_ratio(texts)
+            reading = calibration.reading_ratio(texts * rows)
+        device, step = self._costs.devices[0], Step(rows, cached, texts)
+        turns, memory, products = self._fleet.slowdowns(device.bandwidth / reading, self._at_work, self.tensor)
+        work = ratio * part.work_seconds(0, with_slower_products(self._costs, products), step)
+        if memory > 1:  # products hide it as far as they take longer
+            work = max(work, reading * memory * part.read_bytes(0, step) / device.bandwidth)
+        launches = ratio * KERNELS[part.name] * device.launch
+        return turns * work * self._imbalance(part, texts * part.rows_read(step)) / self.tensor + launches
 
     def _imbalance(self, part: Part, rows: int) -> float:
         """Expected work of the device with the most chosen experts over the mean."""
         if part.name != "experts" or self.tensor == 1:
             return 1.0
-        return _imbalance(self._model.experts, self._model.experts_used, self.tensor, min(rows, 64))
+        pairs = part.pairs or (1.0,) * self._model.experts
+        return _imbalance(pairs, self._model.experts_used, self.tensor, min(rows, 64))
 
     def _link(self, stage: int) -> LinkCost:
         """Link from a stage to the next one."""
@@ -544,12 +577,17 @@ def _call_sizes(texts: int, batch: int | None) -> list[int]:
     return [min(batch, texts - begin) for begin in range(0, texts, batch)]
 
 
-@lru_cache(maxsize=256)
-def _imbalance(experts: int, used: int, devices: int, rows: int) -> float:
-    """Most experts that a device reads over the mean of devices, if each row chooses `used` of `experts` at random."""
-    generator, most, all_touched = np.random.default_rng(0), 0.0, 0.0
+@lru_cache(maxsize=4096)
+def _imbalance(pairs: tuple[float, ...], used: int, devices: int, rows: int) -> float:
+    """Most experts that a device reads over the mean of devices, if each row chooses `used`, as frequently as `pairs`.
+
+    The arguments of the `used` first arrivals of Poisson processes are such a choice.
+    """
+    generator, experts, most, all_touched = np.random.default_rng(0), len(pairs), 0.0, 0.0
+    rates = np.maximum(pairs, 1e-9)
     for _ in range(64):
-        chosen = generator.random((rows, experts)).argpartition(used - 1, axis=1)[:, :used]
+        arrivals = generator.standard_exponential((rows, experts)) / rates
+        chosen = arrivals.argpartition(used - 1, axis=1)[:, :used]
         touched = np.bincount(np.unique(chosen) * devices // experts, minlength=devices)
         most, all_touched = most + touched.max(), all_touched + touched.sum() / devices
     return float(most / all_touched)

@@ -9,7 +9,8 @@ import tvm
 from tvm import relax
 
 from ...op.require import is_requirement
-from ...transform.ir.named_sizes import expanded, named_sizes
+from ...tir.core.walks import replaced
+from ...transform.ir.named_sizes import named_sizes
 from ...transform.ir.requirements import symbols_in
 from ...transform.ir.rewriting import with_fresh_sizes
 from .control_flow.subgraphs import ImportedLoop
@@ -65,7 +66,7 @@ class _FunctionBuilder:
         is_single = len(outputs) == 1 and not isinstance(outputs[0].ty, tvm.ir.TupleType)
         result = outputs[0] if is_single else relax.Tuple(outputs)
         body = self._sequence(_hoist_known_sizes(imported), result)
-        return relax.Function(imported.params, body, expanded(body.body.ty, named_sizes(imported.bindings)[1]), True)
+        return relax.Function(imported.params, body, replaced(body.body.ty, named_sizes(imported.bindings)[1]), True)
 
     def loop(self, loop: ImportedLoop) -> relax.Function:
         """The function of a loop; its parameters lack devices."""

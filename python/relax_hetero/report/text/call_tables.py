@@ -10,6 +10,7 @@ from ...artifact.dims import DimValues
 from ...artifact.memory_plan import FunctionUse, MemoryPlan
 from ...artifact.schedule import Schedule, Step
 from ...artifact.signature import FunctionSignature, TensorSpec
+from ...artifact.typed_data import to_data
 from ...display.console import Shown, table
 from ...display.text import bytes_text, plural
 
@@ -25,7 +26,7 @@ class Schedules:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Convert to JSON data, with whether steps can overlap."""
-        return [{**schedule.to_json(), "overlaps": schedule.overlaps()} for schedule in self.schedules]
+        return [{**to_data(schedule), "overlaps": schedule.overlaps()} for schedule in self.schedules]
 
     def tables(self) -> Iterator[Shown]:
         """Table and summary of each function with more than one step."""

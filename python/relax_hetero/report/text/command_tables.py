@@ -18,10 +18,9 @@ from ...artifact.commands import (
     Reference,
     RegionSpec,
     SingleCall,
-    kernel_to_json,
-    region_to_json,
 )
 from ...artifact.signature import Dim
+from ...artifact.typed_data import to_data
 from ...display.console import Shown, table
 from ...display.text import bytes_text, plural
 
@@ -41,14 +40,14 @@ class CommandBuffers:
         return {
             "regions": [
                 {
-                    **region_to_json(region),
+                    **to_data(region),
                     "device": self.devices[region.device],
                     "counts": _counts(region),
                     "constant_bytes": _constant_bytes(region),
                 }
                 for region in self.regions
             ],
-            "kernels": [kernel_to_json(self.kernels[name]) for name in used],
+            "kernels": [to_data(self.kernels[name]) for name in used],
             "single_calls": [dict(vars(call)) for call in self.single_calls],
         }
 

@@ -139,8 +139,7 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
             f"attention of {[tensor.dtype for tensor in tensors]} on {cpu.isa.name}: expected operands of one of "
             f"float32, {', '.join(HALF_TYPES)}"
         )
-    function = Function("attention")
-    with function:
+    with Function("attention") as function:
         sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
         vectors, tiles = vector_plan(problem, cpu), amx_plan(problem, cpu)
         scratch_size = max(plan.scratch for plan in (vectors, tiles) if plan is not None)

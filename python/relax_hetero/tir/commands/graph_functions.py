@@ -17,7 +17,7 @@ from typing import Any
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from ...artifact import graph_layout
 from ...artifact.graph_layout import CACHED_GRAPHS, FILLED_AT_ONCE, REPORT_INTERVAL, RING_ROWS, Layout
@@ -25,6 +25,7 @@ from ...artifact.nccl_layout import NCCL_COLLECTIVE
 from ...artifact.signature import Dim
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
+from ..core.walks import nodes
 from ..cuda.core.launch import LATE_WAIT, WAIT
 from ..cuda.core.ptx import is_griddepcontrol_wait, is_launch_dependents, launch_dependents, waiting_statements
 from .command_list import ADDRESS, ADDRESS_TEXT, Tensor
@@ -379,15 +380,10 @@ def waiting_in_place(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def releases_after_wait(kernel: tirx.PrimFunc) -> bool:
-    """Return whether the next launch begins when all before this one are complete, as this one has waited."""
-    order: list[bool] = []
-
-    def visit(statement: tirx.Evaluate) -> None:
-        if is_griddepcontrol_wait(statement) or is_launch_dependents(statement):
-            order.append(is_launch_dependents(statement))
-
-    structural_walk(kernel.body, (tirx.Evaluate, visit))
-    return order == [False, True]
+    """Return whether the next launch begins when all before this one are complete, as each block has waited."""
+    statements = [s for s in nodes(kernel.body, tirx.Evaluate) if is_griddepcontrol_wait(s) or is_launch_dependents(s)]
+    order = list(map(is_launch_dependents, statements))
+    return bool(order) and order == [False, True] * (len(order) // 2)
 
 
 def launched_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:

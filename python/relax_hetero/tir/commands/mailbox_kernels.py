@@ -99,8 +99,7 @@ def mailbox_kernel(values: Values, is_sender: bool, on_gpu: bool, has_token: boo
         Whether it takes a token.
     """
     name = "send" if is_sender else "receive"
-    function = Function(name, registers="local" if on_gpu else "global")
-    with function:
+    with Function(name, registers="local" if on_gpu else "global") as function:
         mailbox = function.argument("mailbox", [tirx.IntImm("int64", DATA)], "uint8")
         tensors: list[Any] = []
         if is_sender:

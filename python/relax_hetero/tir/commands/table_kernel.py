@@ -28,8 +28,9 @@ from typing import Any
 
 import tvm
 from tvm import s_tir, tirx
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
+from ..core.walks import nodes
 from ..cuda.core.ptx import is_griddepcontrol_wait, is_launch_dependents
 
 MAX_ENTRIES = 4096
@@ -53,18 +54,9 @@ def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
     """
     nest = nest_of(raw)
     assert nest is not None, "a kernel of one launch is expected"
-    waiting: list[tirx.SeqStmt] = []
-    launches: list[tirx.Evaluate] = []
-
-    def on_sequence(sequence: tirx.SeqStmt) -> None:
-        waiting.extend([sequence] * _waits(sequence))
-
-    def on_statement(statement: tirx.Evaluate) -> None:
-        launches.extend([statement] * is_launch_dependents(statement))
-
-    structural_walk(nest, (tirx.SeqStmt, on_sequence))
-    structural_walk(nest, (tirx.Evaluate, on_statement))
-    if len(waiting) != 1 or len(launches) != sum(is_launch_dependents(statement) for statement in waiting[0]):
+    waiting = list(filter(_waits, nodes(nest, tirx.SeqStmt)))
+    launches = sum(map(is_launch_dependents, nodes(nest, tirx.Evaluate)))
+    if len(waiting) != 1 or launches != sum(map(is_launch_dependents, waiting[0])):
         return False
 
     def without_rest(sequence: tirx.SeqStmt) -> tirx.Stmt:
@@ -121,13 +113,11 @@ def threads_of_one_block(kernel: tirx.PrimFunc) -> tirx.IntImm | None:
     nest = nest_of(kernel)
     if nest is None:
         return None
-    extents: dict[str, tirx.IntImm | None] = {}
-
-    def on_loop(loop: tirx.For) -> None:
-        if loop.thread_binding is not None:
-            extents[str(loop.thread_binding.thread_tag)] = loop.extent if isinstance(loop.extent, tirx.IntImm) else None
-
-    structural_walk(nest, (tirx.For, on_loop))
+    bound = [loop for loop in nodes(nest, tirx.For) if loop.thread_binding is not None]
+    extents: dict[str, tirx.IntImm | None] = {
+        str(loop.thread_binding.thread_tag): loop.extent if isinstance(loop.extent, tirx.IntImm) else None
+        for loop in bound
+    }
     blocks = [extent for tag, extent in extents.items() if tag.startswith("blockIdx")]
     is_one = str(nest.thread_binding.thread_tag).startswith("blockIdx") and all(
         extent is not None and extent.value == 1 for extent in blocks
@@ -225,9 +215,7 @@ def _in_order(statements: list[tirx.Stmt]) -> tirx.Stmt:
 
 def _variables(node: tvm.ir.BaseExpr | tirx.Stmt) -> set[Any]:
     """The variables and buffers that occur in a node."""
-    variables: set[Any] = set()
-    structural_walk(node, (tvm.ir.Var, variables.add))
-    return variables
+    return set(nodes(node, tvm.ir.Var))
 
 
 _NO_WORK = (tirx.DeclBuffer, tirx.stmt.Return)

@@ -511,8 +511,7 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     matmul = as_product(problem)
     if matmul is not None:
         return matmul_kernel(matmul, cpu)
-    function = Function("conv2d")
-    with function:
+    with Function("conv2d") as function:
         conv = Convolution.of(function, problem, cpu, dot)
         with function.body():
             conv.open()

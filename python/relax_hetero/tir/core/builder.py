@@ -40,17 +40,12 @@ class Function:
     ----------
     registers : str
         Scope of `Registers` and of materialized values: "local" in GPU kernels, one for each thread.
-
-    Attributes
-    ----------
-    result : tirx.PrimFunc
-        The function, after the context.
     """
 
     def __init__(self, name: str, registers: str = "global") -> None:
         self._name, self._scope = name, registers
         self._symbols: dict[str, tirx.Var] = {}
-        self.result: tirx.PrimFunc = None
+        self.result: tirx.PrimFunc = None  # the function, after the context
 
     def __enter__(self) -> Function:
         self._tokens = _register_scope.set(self._scope), _stored.set(set())
@@ -72,6 +67,10 @@ class Function:
     def symbol(self, name: str) -> tirx.Var:
         """The variable of a symbolic extent, int64; the same one for the same name."""
         return self._symbols.setdefault(name, tirx.Var(name, "int64"))
+
+    def size(self, dim: Dim) -> Expr:
+        """An extent of a problem, an int if static."""
+        return self.symbol(dim) if isinstance(dim, str) else dim
 
     def extent(self, dim: Dim) -> Expr:
         """An extent of a problem as an int64 expression."""

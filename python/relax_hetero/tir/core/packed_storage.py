@@ -25,13 +25,6 @@ class PackedStorage(View):
     """A tensor of logical `shape` stored under `layout`; see `View`.
 
     All parameters of a kernel share one set `bound`, the symbols that the shapes of earlier parameters bind.
-
-    Attributes
-    ----------
-    extents : list of (int or PrimExpr or None)
-        Logical extents; None if the shape gives only the number of tiles.
-    tiles : list of (int or PrimExpr)
-        Number of tiles along every logical dimension; the extent of an untiled one.
     """
 
     def __init__(
@@ -44,8 +37,8 @@ class PackedStorage(View):
         bound: set[str],
     ) -> None:
         self.shape, self.layout = tuple(shape), layout
-        self.extents: list[Any] = []
-        self.tiles: list[Expr] = []
+        self.extents: list[Any] = []  # logical extents; None if the shape gives only the number of tiles
+        self.tiles: list[Expr] = []  # number of tiles along every logical dimension; the extent of an untiled one
         stored_tiles: dict[int, Expr] = {}
         for d, dim in enumerate(shape):
             tile = layout.tile(d)

@@ -25,9 +25,10 @@ from typing import Any
 import tvm
 from tvm import s_tir, tirx
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import VisitInterrupt, structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from .builder import Expr, plain_extent
+from .walks import any_node, nodes
 
 LAUNCH_BOUNDS = "tirx.launch_bounds_min_blocks_per_sm"
 """On a statement around a kernel's code, or on a raw kernel: minimum number of blocks per multiprocessor."""
@@ -53,20 +54,18 @@ def raw_signature(kernel: tirx.PrimFunc) -> RawSignature | None:
     """
     buffers = tuple(param for param in kernel.params if is_buffer_var(param))
     numbers = [param for param in kernel.params if not is_buffer_var(param)]
-    variables: dict[tirx.Var, None] = {}
+    variables: list[tirx.Var] = []
     bound: set[tirx.Var] = set(numbers)
     extents = tuple(tuple(map(plain_extent, buffer.ty.shape)) for buffer in buffers)
     for buffer, shape in zip(buffers, extents, strict=True):
         ty = buffer.ty
         if len(ty.strides) or not _is_zero(ty.elem_offset) or ty.storage_scope not in ("", "global"):
             return None
-        for extent in shape:
-            if not isinstance(extent, int):
-                structural_walk(extent, (tvm.ir.Var, lambda var: variables.setdefault(var)))
+        variables += [var for extent in shape if not isinstance(extent, int) for var in nodes(extent, tvm.ir.Var)]
         bound.update(extent for extent in shape if isinstance(extent, tirx.Var))
     if not all(map(_can_be_passed, numbers)) or not bound.issuperset(variables):
         return None
-    scalars = (*(var for var in variables if var not in numbers), *numbers)
+    scalars = (*(var for var in dict.fromkeys(variables) if var not in numbers), *numbers)
     return RawSignature(buffers, scalars, tuple(numbers), extents, tuple(str(buffer.ty.dtype) for buffer in buffers))
 
 
@@ -99,11 +98,8 @@ def _with_launch_bounds(raw: tirx.PrimFunc) -> tirx.PrimFunc:
     if target is None or "gpu" not in target.keys:
         return raw
 
-    def on_attr(statement: tirx.AttrStmt) -> VisitInterrupt | None:
-        return VisitInterrupt(statement.value) if statement.attr_key == LAUNCH_BOUNDS else None
-
-    launch_bounds = structural_walk(raw.body, (tirx.AttrStmt, on_attr))
-    return raw if launch_bounds is None else raw.with_attr(LAUNCH_BOUNDS, int(launch_bounds.value))
+    bounds = [each.value for each in nodes(raw.body, tirx.AttrStmt) if each.attr_key == LAUNCH_BOUNDS]
+    return raw.with_attr(LAUNCH_BOUNDS, int(bounds[0])) if bounds else raw
 
 
 def in_root_block(body: tirx.Stmt, change: Callable[[tirx.Stmt], tirx.Stmt]) -> tirx.Stmt:
@@ -142,13 +138,8 @@ def has_temporaries(kernel: tirx.PrimFunc) -> bool:
             bits *= int(extent)
         return ty.storage_scope in ("", "global") and bits >= 8 * _MIN_WORKSPACE_BYTES
 
-    def in_block(block: s_tir.SBlock) -> VisitInterrupt | None:
-        return VisitInterrupt(block) if any(map(is_large, block.alloc_buffers)) else None
-
-    def at_statement(alloc: tirx.AllocBuffer) -> VisitInterrupt | None:
-        return VisitInterrupt(alloc) if is_large(alloc.buffer) else None
-
-    return structural_walk(kernel.body, [(s_tir.SBlock, in_block), (tirx.AllocBuffer, at_statement)]) is not None
+    buffers = [buffer for block in nodes(kernel.body, s_tir.SBlock) for buffer in block.alloc_buffers]
+    return any(map(is_large, buffers)) or any_node(kernel.body, tirx.AllocBuffer, lambda alloc: is_large(alloc.buffer))
 
 
 # Minimum bytes of a temporary in the workspace; smaller ones are on the stack (TVM's kMaxStackAlloca).

@@ -27,9 +27,10 @@ import tvm
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import structural_equal, structural_map, structural_walk
+from tvm_ffi import structural_equal, structural_map
 
 from ...encoding.problem import Operand
+from .walks import nodes, replaced
 
 TIED = "relax_hetero.tied"
 """On a PrimFunc: pairs of parameters, an operand and the result that may be the same memory."""
@@ -79,7 +80,7 @@ def in_place(func: tirx.PrimFunc, tie: Tie) -> tirx.PrimFunc:
     def on_loop(loop: tirx.For) -> tirx.Stmt:
         return loop.body if _is_empty(loop.body) else loop
 
-    with_operand = structural_map(func.body, (tvm.ir.Var, lambda var: operand if var.same_as(result) else var))
+    with_operand = replaced(func.body, {result: operand})
     without_copies = structural_map(_with_one_view(with_operand, operand), (tirx.BufferStore, on_store))
     body = structural_map(without_copies, (tirx.For, on_loop))
     params = [param for param in func.params if not param.same_as(result)]
@@ -98,21 +99,18 @@ def _with_one_view(body: tirx.Stmt, param: tirx.Var) -> tirx.Stmt:
     views: list[tirx.Var] = []
     original_of: dict[tirx.Var, tirx.Var] = {}
 
-    def on_view(view: tirx.DeclBuffer) -> None:
+    for view in nodes(body, tirx.DeclBuffer):
         data = view.data
-        is_of_param = isinstance(data, tvm.ir.Call) and data.args and data.args[0].same_as(param)
-        if is_of_param:
+        if isinstance(data, tvm.ir.Call) and data.args and data.args[0].same_as(param):
             original_of[view.buffer] = next((v for v in views if structural_equal(v.ty, view.buffer.ty)), view.buffer)
             views.append(view.buffer)
-
-    structural_walk(body, (tirx.DeclBuffer, on_view))
     duplicates = {view for view, original in original_of.items() if not view.same_as(original)}
 
     def on_declaration(view: tirx.DeclBuffer) -> tirx.Stmt:
         return tirx.Evaluate(0) if view.buffer in duplicates else view
 
     without_duplicates = structural_map(body, (tirx.DeclBuffer, on_declaration))
-    return structural_map(without_duplicates, (tvm.ir.Var, lambda var: original_of.get(var, var)))
+    return replaced(without_duplicates, original_of)
 
 
 def _is_empty(statement: tirx.Stmt) -> bool:

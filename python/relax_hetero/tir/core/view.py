@@ -31,25 +31,14 @@ from .builder import (
 
 
 class View:
-    """A parameter. Create views in the order of parameters, then call `open` inside of the function's body.
-
-    Attributes
-    ----------
-    physical : list of PrimExpr
-        Extents of the buffer.
-    nominal : str
-        The tensor's element type.
-    dtype : str
-        Element type of loads and stores: `nominal`, or the type of its bits if opened raw.
-    data : Buffer
-        After `open`: the elements in one dimension.
-    """
+    """A parameter. Create views in the order of parameters, then call `open` inside of the function's body."""
 
     def __init__(self, function: Function, name: str, physical: Sequence[Expr], dtype: str) -> None:
-        self.physical = list(physical)
+        self.physical = list(physical)  # extents of the buffer
+        # Element types of the tensor, and of loads and stores: the same, or the type of its bits if opened raw.
         self.nominal = self.dtype = dtype
         self._buffer = function.argument(name, self.physical, dtype)
-        self.data: Any = None
+        self.data: Any = None  # after `open`: the elements in one dimension
 
     def open(self, raw: bool = False) -> None:
         """Declare the elements, as unsigned integers if `raw`."""
@@ -107,20 +96,12 @@ Coordinates = Mapping[str, Expr]
 
 
 class OperandView(View):
-    """A parameter whose elements are addressed by iteration coordinates; see `View`.
-
-    Attributes
-    ----------
-    extents : list of PrimExpr or int
-        Logical extents: ints where static.
-    index_map : list of str
-        The iteration dimension of each logical dimension, "1" for none.
-    """
+    """A parameter whose elements are addressed by iteration coordinates; see `View`."""
 
     def __init__(self, function: Function, name: str, operand: Operand) -> None:
         self.layout = operand.layout
-        self.index_map = list(operand.index_map)
-        self.extents: list[Expr] = []
+        self.index_map = list(operand.index_map)  # the iteration dimension of each logical dimension, "1" for none
+        self.extents: list[Expr] = []  # logical extents: ints where static
         physical = []
         for d, dim in enumerate(operand.shape):
             tile = operand.layout.tile(d)

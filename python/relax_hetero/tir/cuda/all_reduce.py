@@ -758,8 +758,8 @@ def is_short_sum(nbytes: float) -> bool:
     return nbytes <= LAMPORT_BYTES
 
 
-def all_reduce_seconds(ranks: int, link_seconds: float) -> float:
-    """Estimate of an all-reduce in a graph: each GPU writes its operand to every other one.
+def all_reduce_seconds(ranks: int, link_seconds: float, is_short: bool) -> float:
+    """Estimate of an all-reduce in a graph, by what each GPU sends.
 
     Parameters
     ----------
@@ -767,8 +767,11 @@ def all_reduce_seconds(ranks: int, link_seconds: float) -> float:
         Number of GPUs.
     link_seconds : float
         Time of the operand's bytes over the link between two GPUs.
+    is_short : bool
+        Whether each GPU sends all of its operand to every other one (`is_short_sum`), instead of their rows before,
+        and its own rows of the sum after it is added.
     """
-    return _SHORTEST_SECONDS + (ranks - 1) * link_seconds
+    return _SHORTEST_SECONDS + (ranks - 1) * link_seconds * (1 if is_short else 2 / ranks)
 
 
 def slots_of(count: int) -> list[int]:

@@ -29,13 +29,6 @@ from .expression_code import emit
 class ElementwiseStorages:
     """Parameters of an elementwise kernel on any device, in order: operands, then the result.
 
-    Attributes
-    ----------
-    alike : list of bool
-        Whether each operand has the layout of the result.
-    extents : list of (int or PrimExpr)
-        Extents of the result's dimensions, rounded up to whole tiles where no parameter shows the exact one.
-
     Raises
     ------
     EncodingError
@@ -50,6 +43,7 @@ class ElementwiseStorages:
             for name, operand in parameters
         )
         index_map, layout = problem.result.index_map, problem.result.layout
+        # Whether each operand has the layout of the result.
         self.alike = [o.index_map == index_map and o.layout == layout for o in problem.operands]
         for i, operand in enumerate(problem.operands):
             if not operand.layout.is_identity and not self.alike[i]:
@@ -57,6 +51,7 @@ class ElementwiseStorages:
                     f"elementwise {problem.expression}: x{i} is stored as {operand.layout}; expected the result's "
                     f"{layout}, or row-major"
                 )
+        # Extents of the result's dimensions, rounded up to whole tiles where no parameter shows the exact one.
         self.extents = [self._extent(problem, d, name) for d, name in enumerate(index_map)]
 
     def _extent(self, problem: ElementwiseProblem, d: int, name: str) -> Expr:
@@ -83,8 +78,7 @@ def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.Prim
     EncodingError
         If the layout of a packed operand differs from the result's; see also `emit`.
     """
-    function = Function("elementwise")
-    with function:
+    with Function("elementwise") as function:
         storages = ElementwiseStorages(function, problem)
         with function.body():
             for storage in (*storages.operands, storages.result):

@@ -29,11 +29,12 @@ from typing import Any
 import tvm
 from tvm import tirx
 from tvm.sym import Analyzer, detect_linear_equation
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from ..core.builder import Expr
+from ..core.walks import nodes, replaced
 from .nests import Nest
-from .stages import Axis, replaced, variables
+from .stages import Axis, variables
 
 # More boxes cost more to compile than they save; code of reductions is larger.
 _MAX_BOXES, _MAX_REDUCTION_BOXES = 40, 9
@@ -85,7 +86,7 @@ def _substitute(nest: Nest, axes: Sequence[Axis], values: dict[tirx.Var, Expr]) 
         return nest
     analyzer = Analyzer()
     for axis in axes:
-        analyzer.bind(axis.var, tvm.ir.Range(0, axis.extent))
+        _bind(analyzer, axis.var, 0, axis.extent)
 
     def substituted(value: Expr) -> Expr:
         return structural_map(replaced(value, values), [(kind, analyzer.simplify) for kind in _DIVISIONS])
@@ -94,9 +95,7 @@ def _substitute(nest: Nest, axes: Sequence[Axis], values: dict[tirx.Var, Expr]) 
 
 
 def _divisions_in(value: Expr) -> list[Expr]:
-    divisions: list[Expr] = []
-    structural_walk(value, [(kind, divisions.append) for kind in _DIVISIONS])
-    return divisions
+    return nodes(value, *_DIVISIONS)
 
 
 @dataclass(frozen=True)
@@ -151,16 +150,12 @@ def _bounds(
 
 def conditions_of(expr: Expr) -> list[Expr]:
     """Conditions on positions in an expression."""
-    select_conditions: list[Expr] = []
-    structural_walk(expr, (tirx.Select, lambda select: select_conditions.append(select.condition)))
-    return [*choices_of(expr), *select_conditions]
+    return [*choices_of(expr), *(select.condition for select in nodes(expr, tirx.Select))]
 
 
 def choices_of(expr: Expr) -> list[Expr]:
     """Conditions of the if_then_else calls in an expression."""
-    calls: list[Expr] = []
-    structural_walk(expr, (tvm.ir.Call, calls.append))
-    return [call.args[0] for call in calls if is_choice(call)]
+    return [call.args[0] for call in nodes(expr, tvm.ir.Call) if is_choice(call)]
 
 
 def _atoms(condition: Any) -> Iterable[Any]:
@@ -204,10 +199,17 @@ def analyzer_of(nest: Nest, bounds: Sequence[Bounds]) -> Analyzer:
     """An analyzer with the bounds of every axis of a nest, the reduced ones included."""
     analyzer = Analyzer()
     for axis, (begin, end) in zip(nest.axes, bounds, strict=True):
-        analyzer.bind(axis.var, tvm.ir.Range(begin, end))
+        _bind(analyzer, axis.var, begin, end)
     for axis in nest.reduced:
-        analyzer.bind(axis.var, tvm.ir.Range(0, axis.extent))
+        _bind(analyzer, axis.var, 0, axis.extent)
     return analyzer
+
+
+def _bind(analyzer: Analyzer, var: tirx.Var, begin: Expr, end: Expr) -> None:
+    """Bind a variable to a range of its own type, as `begin` takes its place where the range has one element."""
+    dtype = str(var.ty.dtype)
+    bounds = (tirx.IntImm(dtype, each) if isinstance(each, int) else each for each in (begin, end))
+    analyzer.bind(var, tvm.ir.Range(*bounds))
 
 
 def _inside(nest: Nest, bounds: Sequence[Bounds]) -> Nest:

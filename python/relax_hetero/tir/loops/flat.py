@@ -9,10 +9,11 @@ from tvm import tirx
 from tvm.sym import Analyzer, detect_linear_equation
 
 from ..core.builder import Expr, int64
+from ..core.walks import replaced
 from ..core.work_split import ravel
 from .boxes import Box, analyzer_of
 from .nests import Nest
-from .stages import Load, loads, replaced, variables, with_loads
+from .stages import Load, loads, variables, with_loads
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from tvm import tirx
 from tvm_ffi import WalkResult, structural_equal, structural_walk
 
 from ..core.builder import Expr, plain_extent
-from .stages import Axis, Load, Stage, loads, node_count, replaced, sources, with_loads
+from ..core.walks import replaced
+from .stages import Axis, Load, Stage, loads, node_count, sources, with_loads
 
 # A value of at most so many operations is computed again wherever it is read.
 _MAX_CHEAP_OPS = 8

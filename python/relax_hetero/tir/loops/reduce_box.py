@@ -15,12 +15,13 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, either, int64, when
+from ..core.walks import replaced
 from ..math.extremes import is_maximum, maximum, minimum, operands
 from .boxes import is_choice
 from .flat import FlatBox, Loop, is_step
 from .loop_code import nested, share_among_tasks, vectorize_loop
 from .nests import Sum
-from .stages import Load, loads, replaced, variables
+from .stages import Load, loads, variables
 from .vector_code import LANE, chooses, lanes_of, reading, slot, store, varies_inside, write_point
 
 

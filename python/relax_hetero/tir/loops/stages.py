@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,10 @@ import tvm
 from tvm import tirx
 from tvm.ir.expr import TensorLoad as Load
 from tvm.s_tir import SBlock, SBlockRealize
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from ..core.builder import Expr, plain_extent
+from ..core.walks import nodes, replaced
 
 _REDUCED = 2  # IterVar.CommReduce
 
@@ -42,9 +43,7 @@ class NotStages(Exception):
 
 def has_schedule(func: tirx.PrimFunc) -> bool:
     """True if a PrimFunc lacks blocks inside of its root block: its loops are scheduled already."""
-    blocks: list[SBlockRealize] = []
-    structural_walk(func.body, (SBlockRealize, blocks.append))
-    return len(blocks) < 2
+    return len(nodes(func.body, SBlockRealize)) < 2
 
 
 def read_stages(func: tirx.PrimFunc) -> list[Stage]:
@@ -130,13 +129,6 @@ def _is_constant(value: Expr, number: int) -> bool:
     return isinstance(value, tirx.IntImm) and int(value) == number
 
 
-def replaced(expr: Expr, values: Mapping[tirx.Var, Expr]) -> Expr:
-    """`expr` with variables replaced."""
-    if not values:
-        return expr
-    return structural_map(expr, (tvm.ir.Var, lambda var: values.get(var, var)))
-
-
 def with_loads(expr: Expr, change: Callable[[Any], Expr]) -> Expr:
     """`expr` with every read changed, innermost first."""
     return structural_map(expr, (Load, change))
@@ -144,9 +136,7 @@ def with_loads(expr: Expr, change: Callable[[Any], Expr]) -> Expr:
 
 def loads(expr: Expr) -> list[Any]:
     """Every read in `expr`."""
-    reads: list[Any] = []
-    structural_walk(expr, (Load, reads.append))
-    return reads
+    return nodes(expr, Load)
 
 
 def sources(expr: Expr) -> list[tirx.Buffer]:
@@ -156,13 +146,9 @@ def sources(expr: Expr) -> list[tirx.Buffer]:
 
 def node_count(expr: Expr) -> int:
     """Number of nodes of an expression as a tree."""
-    nodes: list[None] = []
-    structural_walk(expr, (tvm.ir.Expr, lambda _: nodes.append(None)))
-    return len(nodes)
+    return len(nodes(expr, tvm.ir.Expr))
 
 
 def variables(expr: Expr) -> set[tirx.Var]:
     """Every variable in `expr`, buffers included."""
-    found_variables: list[tirx.Var] = []
-    structural_walk(expr, (tvm.ir.Var, found_variables.append))
-    return set(found_variables)
+    return set(nodes(expr, tvm.ir.Var))

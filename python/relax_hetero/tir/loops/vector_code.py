@@ -11,10 +11,11 @@ from tvm_ffi import structural_map
 
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, lane_indices
+from ..core.walks import replaced
 from .boxes import choices_of, is_choice
 from .flat import FlatBox, stride
 from .nests import Nest
-from .stages import Load, loads, node_count, replaced, sources, variables, with_loads
+from .stages import Load, loads, node_count, sources, variables, with_loads
 
 Slots = Mapping[tirx.Buffer, tirx.Buffer]
 """Registers by the buffer whose values they have: memory with an element for each lane."""

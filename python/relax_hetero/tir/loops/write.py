@@ -10,13 +10,13 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
-from tvm_ffi import structural_walk
 
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
 from ..core import work_split
 from ..core.builder import Expr, ceil_div, flat, int64, lane_indices, materialize, plain_extent
 from ..core.ties import with_ties
+from ..core.walks import nodes, replaced
 from ..core.work_split import part
 from ..pack.tile_transpose import riffle
 from .boxes import cut, split_axes
@@ -24,7 +24,7 @@ from .flat import FlatBox, Loop, flatten, is_step, stride
 from .loop_code import loop_to_share, nested, share_among_tasks, vectorize_loop
 from .nests import Nest, tied_in
 from .reduce_box import write_reduction
-from .stages import Load, loads, replaced, sources, variables, with_loads
+from .stages import Load, loads, node_count, sources, variables, with_loads
 from .vector_code import chooses, lanes_of, slot, varies_inside, write_point
 
 # Boxes without reductions: the innermost loop is vectorized.
@@ -356,14 +356,6 @@ def nanoseconds(nest: Nest, cpu: CpuTarget) -> float | None:
 
 def _point_nanoseconds(value: tvm.ir.Expr, cpu: CpuTarget) -> float:
     lanes = cpu.lanes("float32")
-    nodes = calls = 0
-
-    def on_node(node: tvm.ir.Expr) -> None:
-        nonlocal nodes, calls
-        nodes += 1
-        if isinstance(node, tvm.ir.Call) and node.op.name not in ("prim.if_then_else", "prim.likely"):
-            calls += 1
-
-    structural_walk(value, (tvm.ir.Expr, on_node))
+    calls = sum(call.op.name not in ("prim.if_then_else", "prim.likely") for call in nodes(value, tvm.ir.Call))
     read = sum(bytes_of(str(load.ty.dtype)) for load in loads(value))
-    return read / _BYTES_PER_NS + (nodes / _VECTOR_OPS_PER_NS / 4 + calls * _NS_PER_CALL) / lanes
+    return read / _BYTES_PER_NS + (node_count(value) / _VECTOR_OPS_PER_NS / 4 + calls * _NS_PER_CALL) / lanes

@@ -15,8 +15,7 @@ from .weight_unpacking import PanelReader
 
 def block_rows_kernel(problem: BlockRowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel that dequantizes the rows of some indices, parallel over the CPU's cores; see `BlockRowsProblem`."""
-    function = Function("block_rows")
-    with function:
+    with Function("block_rows") as function:
         weight = OperandView(function, "weight", problem.weights[0])
         index = OperandView(function, "index", problem.index)
         result = OperandView(function, "result", problem.result)

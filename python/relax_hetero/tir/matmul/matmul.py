@@ -62,8 +62,7 @@ def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
         raise EncodingError(
             "matmul: found element types {} * {} -> {}, expected ones that {} multiplies".format(*types, cpu.isa.name)
         )
-    function = Function("matmul")
-    with function:
+    with Function("matmul") as function:
         lhs = OperandView(function, "lhs", problem.lhs)
         rhs = OperandView(function, "rhs", problem.rhs)
         init = OperandView(function, "init", problem.init) if problem.init else None

@@ -232,8 +232,7 @@ def quantized_matmul_kernel(problem: QuantizedMatmulProblem, cpu: CpuTarget) -> 
 
     For its parameters see `QuantizedMatmulProblem`.
     """
-    function = Function("block_product")
-    with function:
+    with Function("block_product") as function:
         lhs = OperandView(function, "lhs", problem.lhs)
         packed = OperandView(function, "weight", problem.weights[0])
         index = None if problem.index is None else OperandView(function, "index", problem.index)

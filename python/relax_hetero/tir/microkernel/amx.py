@@ -175,16 +175,11 @@ def address(memory: Any, at: Expr) -> Expr:
 
 
 class PendingRows:
-    """Rows of accumulators in memory of a task whose epilogue is interleaved with the steps of the next products.
-
-    Attributes
-    ----------
-    place : Buffer
-        Destination of the rows, in numbers of the kernel.
-    """
+    """Rows of accumulators in memory of a task whose epilogue is interleaved with the steps of the next products."""
 
     def __init__(self, numbers: int) -> None:
         self._range = T.alloc_buffer((2,), "int64", scope="global")  # the next row to finish, and the end
+        # Destination of the rows, in numbers of the kernel.
         self.place = T.alloc_buffer((numbers,), "int64", scope="global")
         for slot in (0, 1):
             T.buffer_store(self._range, tirx.const(0, "int64"), [slot])

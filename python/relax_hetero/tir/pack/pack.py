@@ -311,8 +311,7 @@ def _kernel(
 ) -> tirx.PrimFunc:
     if source.winograd:
         raise EncodingError(f"found source layout {source}, expected one whose windows are not transformed")
-    function = Function(name)
-    with function:
+    with Function(name) as function:
         bound: set[str] = set()
         storages = [
             PackedStorage(function, storage, shape, dtype, layout, bound)

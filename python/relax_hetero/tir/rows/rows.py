@@ -36,8 +36,7 @@ def rows_kernel(problem: RowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """
     if not all(operand.layout.is_identity for operand in problem.parameters):
         raise EncodingError(f"rows {problem.program}: found a packed operand, expected row-major ones")
-    function = Function("rows")
-    with function:
+    with Function("rows") as function:
         operands = [OperandView(function, f"x{i}", operand) for i, operand in enumerate(problem.operands)]
         result = OperandView(function, "result", problem.result)
         views = [*operands, result]

@@ -22,10 +22,10 @@ from functools import partial
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map
 
 from ...errors import BuildError
 from ...target.vdevice import default_vdevice, device_identifier, device_name, vdevices_of
+from ...tir.core.walks import replaced
 from ..ir.declare import declare_pass
 from ..ir.kernels import call_vdevice, called_prim_func
 from ..ir.rewriting import (
@@ -110,7 +110,7 @@ class _Binder:
         callees = _callees(self.mod, func)
         renamed = {callee: self.variant(callee, vdevice, f"PrimFunc {gv.name_hint!r}") for callee in callees}
         if any(not old.same_as(new_callee) for old, new_callee in renamed.items()):
-            self.functions[new] = func.with_body(_rename_calls(func.body, renamed))
+            self.functions[new] = func.with_body(replaced(func.body, renamed, tvm.ir.GlobalVar))
         return new
 
     def fresh_var(self, gv: tvm.ir.GlobalVar, vdevice: relax.VDevice) -> tvm.ir.GlobalVar:
@@ -120,7 +120,3 @@ class _Binder:
 
 def _callees(mod: tvm.IRModule, func: tirx.PrimFunc) -> list[tvm.ir.GlobalVar]:
     return [gv for gv in global_vars_in(func.body) if isinstance(mod.functions.get(gv), tirx.PrimFunc)]
-
-
-def _rename_calls(body: tirx.Stmt, variants: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> tirx.Stmt:
-    return structural_map(body, (tvm.ir.GlobalVar, lambda gv: variants.get(gv, gv)))

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import tvm
 from tvm import relax, sym, tirx
 from tvm.tirx.buffer import BufferType, is_buffer_var
-from tvm_ffi import structural_equal, structural_map, structural_walk
+from tvm_ffi import structural_equal, structural_map
 
+from ...tir.core.walks import nodes, replaced
 from ..ir.blocks import split_block, with_shared_variables
 from ..ir.rewriting import copy_module, map_bindings, map_nested, relax_functions, typed, with_body, with_functions
 
@@ -118,10 +119,8 @@ def _wide(expr: Any, size: Any) -> Any:
         return size(expr)
     if isinstance(expr, (tirx.Add, tirx.Sub, tirx.Mul, tirx.FloorDiv, tirx.FloorMod, tirx.Min, tirx.Max)):
         return type(expr)(_wide(expr.a, size), _wide(expr.b, size))
-    variables: list[tvm.ir.Var] = []
-    structural_walk(expr, (tvm.ir.Var, variables.append))
-    narrow = {var: tirx.Cast(str(var.ty.dtype), size(var)) for var in variables if str(var.ty.dtype) != _WIDE}
-    return tirx.Cast(_WIDE, structural_map(expr, (tvm.ir.Var, lambda var: narrow.get(var, var))))
+    variables = [var for var in nodes(expr, tvm.ir.Var) if str(var.ty.dtype) != _WIDE]
+    return tirx.Cast(_WIDE, replaced(expr, {var: tirx.Cast(str(var.ty.dtype), size(var)) for var in variables}))
 
 
 # Each ``match_cast`` of a branch moves to a block of its own: stock FuseOps fails at one in a branch's dataflow block.

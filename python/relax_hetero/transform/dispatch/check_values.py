@@ -52,7 +52,7 @@ from ..ir.kernels import called_prim_func, opaque_kernel
 from ..ir.module_attrs import STRICT, is_lowered
 from ..ir.op_names import TRANSFER
 from ..ir.remarks import remarks_of, with_remarks
-from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions
+from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed, with_args
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class _Checker:
                 args[operand.number] = relax.Tuple(fields)
         if all(new.same_as(old) for new, old in zip(args, call.args, strict=True)):
             return binding
-        new_call = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
+        new_call = typed(with_args(call, args), call.ty)
         return relax.VarBinding(binding.var, new_call, binding.span)
 
     def _valid_value(

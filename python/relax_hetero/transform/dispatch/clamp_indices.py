@@ -33,9 +33,10 @@ import tvm
 from tvm import sym, tirx
 from tvm.ir.expr import TensorLoad, TensorRegion
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import VisitInterrupt, structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from ...tir.core.bounds import BOUNDED, clamped, inside
+from ...tir.core.walks import any_node, binds_threads, nodes
 from ..ir.declare import declare_pass
 from ..ir.kernels import OPS
 from ..ir.rewriting import with_functions
@@ -60,7 +61,7 @@ ClampIndices = declare_pass("ClampIndices", clamp_indices)
 
 def _clamped(func: tirx.PrimFunc) -> tirx.PrimFunc:
     data = _Data(func)
-    if not data.matters(func.body) or _binds_threads(func.body):
+    if not data.matters(func.body) or binds_threads(func.body):
         return func
     body = structural_map(
         func.body,
@@ -79,68 +80,40 @@ def _clamped(func: tirx.PrimFunc) -> tirx.PrimFunc:
     return changed.with_attr(BOUNDED, True)
 
 
-def _binds_threads(body: tirx.Stmt) -> bool:
-    def stop(loop: tirx.For) -> VisitInterrupt | None:
-        return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None
-
-    return structural_walk(body, (tirx.For, stop)) is not None
-
-
 class _Data:
-    """Indices of a kernel that depend on data, and their bounds.
-
-    Attributes
-    ----------
-    has_changed : bool
-        True if an index or a divisor was bounded.
-    """
+    """Indices of a kernel that depend on data, and their bounds."""
 
     def __init__(self, func: tirx.PrimFunc) -> None:
-        self.has_changed = False
+        self.has_changed = False  # True if an index or a divisor was bounded
         self._analyzer = sym.Analyzer()
-        extents: dict[tirx.Var, None] = {}
-        for param in filter(is_buffer_var, func.params):
-            for extent in param.ty.shape:
-                structural_walk(extent, (tvm.ir.Var, lambda var: extents.setdefault(var)))
+        shapes = [param.ty.shape for param in filter(is_buffer_var, func.params)]
+        extents = {var for shape in shapes for extent in shape for var in nodes(extent, tvm.ir.Var)}
         for var in extents:  # if one is 0, nothing is read
             minimum, count = tirx.const(1, _type(var)), tirx.const(2**31 - 2, _type(var))
             self._analyzer.bind(var, tvm.ir.Range.from_min_extent(minimum, count))
         # Scalar arguments of a kernel are sizes or indices within them, but any of them may be 0.
         self._scalars = {param for param in func.params if not is_buffer_var(param) and param not in extents}
         self._variables: set[tirx.Var] = set()
-        structural_walk(func.body, [((tirx.Bind, tirx.LetStmt, tirx.Let), self._visit_bind)])
-
-    def _visit_bind(self, bound: Any) -> None:
-        if self.depends(bound.value):
-            self._variables.add(bound.var)
+        for bound in nodes(func.body, tirx.Bind, tirx.LetStmt, tirx.Let):
+            if self.depends(bound.value):
+                self._variables.add(bound.var)
 
     def depends(self, expr: Any, on_scalars: bool = False) -> bool:
         """Return whether an expression depends on data, or (`on_scalars`) on scalar arguments of the kernel."""
+        data = self._variables | self._scalars if on_scalars else self._variables
 
-        def visit_cast(cast: tirx.Cast) -> VisitInterrupt | None:
-            return VisitInterrupt(cast) if _type(cast.value).startswith(("float", "bfloat")) else None
+        def is_data(node: Any) -> bool:
+            if isinstance(node, tirx.Cast):
+                return _type(node.value).startswith(("float", "bfloat"))
+            return isinstance(node, TensorLoad) or node in data
 
-        def visit_variable(var: tvm.ir.Var) -> VisitInterrupt | None:
-            is_data = var in self._variables or (on_scalars and var in self._scalars)
-            return VisitInterrupt(var) if is_data else None
-
-        visitors = [(TensorLoad, VisitInterrupt), (tirx.Cast, visit_cast), (tvm.ir.Var, visit_variable)]
-        return isinstance(expr, tirx.Expr) and structural_walk(expr, visitors) is not None
+        return isinstance(expr, tirx.Expr) and any_node(expr, (TensorLoad, tirx.Cast, tvm.ir.Var), is_data)
 
     def matters(self, body: tirx.Stmt) -> bool:
         """Return whether a body has an index or a divisor that depends on data."""
-
-        def indices(access: Any) -> VisitInterrupt | None:
-            return VisitInterrupt(access) if any(map(self.depends, access.indices)) else None
-
-        def divisor(division: Any) -> VisitInterrupt | None:
-            return VisitInterrupt(division) if self._is_unsafe(division) else None
-
-        visitors = [
-            ((TensorLoad, tirx.BufferStore), indices),
-            ((*_DIVISIONS, *_REMAINDERS, *_SHIFTS), divisor),
-        ]
-        return structural_walk(body, visitors) is not None
+        return any_node(
+            body, (TensorLoad, tirx.BufferStore), lambda access: any(map(self.depends, access.indices))
+        ) or any_node(body, (*_DIVISIONS, *_REMAINDERS, *_SHIFTS), self._is_unsafe)
 
     def load(self, load: Any) -> Any:
         """Load the element at the nearest valid index."""

@@ -1,7 +1,8 @@
 """Constant folding on the CPU, with a limit on the size of results.
 
 TVM's FoldConstant evaluates every kernel call of constants, also a ``broadcast_to`` of a scalar to a terabyte, and
-kernels that were written for a GPU, which may be absent. Both stay calls.
+kernels that were written for a GPU, which may be absent. Both stay calls. Its kernels rely on aligned memory, so
+constants that are parts of others, as devices of a mesh have them, are copied first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import tvm
 from tvm import relax
 
 from ...tir.commands.table_kernel import is_one_launch
+from ...vm.device.tensors import ALIGNMENT, copy_to
 from ..ir.blocks import Block, renamed, rewrite_blocks
 from ..ir.constant_values import exceeds_growth_limit
 from ..ir.kernels import tensor_bytes
@@ -40,24 +42,27 @@ def _is_foreign(kernel: tvm.tirx.PrimFunc) -> bool:
 
 
 def _with_barriers(block: Block, foreign: Collection[str]) -> list[relax.Binding] | None:
-    """Pass constants of calls that must not be folded through `_BARRIER`."""
+    """Pass constants of calls that must not be folded through `_BARRIER`, and align those of others."""
     nbytes: dict[relax.Var, int] = {}
     bindings: list[relax.Binding] = []
     is_changed = False
     for binding in block.bindings:
         value = binding.value
         constant_bytes = _constant_bytes(value, nbytes)
-        is_foreign = constant_bytes is not None and value.args[0].name_hint in foreign
-        if constant_bytes is not None and (is_foreign or exceeds_growth_limit(_bytes(binding.var.ty), constant_bytes)):
-            args = [_behind_barrier(arg, binding.var.name, block, bindings) for arg in value.args[1].fields]
-            call = relax.Call(
-                value.op, [value.args[0], relax.Tuple(args), *value.args[2:]], value.attrs, value.ty_args, value.span
-            )
-            bindings.append(relax.VarBinding(binding.var, typed(call, value.ty), binding.span))
-            is_changed = True
+        if constant_bytes is None:
+            bindings.append(binding)
             continue
-        if constant_bytes is not None:
+        old = list(value.args[1].fields)
+        if value.args[0].name_hint in foreign or exceeds_growth_limit(_bytes(binding.var.ty), constant_bytes):
+            new = [_behind_barrier(arg, binding.var.name, block, bindings) for arg in old]
+        else:
             nbytes[binding.var] = constant_bytes
+            new = [_aligned(arg) for arg in old]
+        if not all(a.same_as(b) for a, b in zip(new, old, strict=True)):
+            args = [value.args[0], relax.Tuple(new), *value.args[2:]]
+            call = relax.Call(value.op, args, value.attrs, value.ty_args, value.span)
+            binding = relax.VarBinding(binding.var, typed(call, value.ty), binding.span)
+            is_changed = True
         bindings.append(binding)
     return bindings if is_changed else None
 
@@ -80,10 +85,17 @@ def _constant_bytes(value: relax.Expr, nbytes: dict[relax.Var, int]) -> int | No
 def _behind_barrier(arg: relax.Expr, name: str, block: Block, bindings: list[relax.Binding]) -> relax.Expr:
     if not is_tensor_constant(arg):
         return arg
-    var = (relax.DataflowVar if block.is_dataflow else relax.Var)(f"{name}_constant", arg.ty)
+    var = block.new_var(f"{name}_constant", arg.ty)
     call = typed(relax.Call(tvm.ir.Op.get(_BARRIER), [arg]), arg.ty)
     bindings.append(relax.VarBinding(var, call))
     return var
+
+
+def _aligned(arg: relax.Expr) -> relax.Expr:
+    """A constant in memory as kernels need it; other values as they are."""
+    if not is_tensor_constant(arg) or arg.value.data_ptr() % ALIGNMENT == 0:
+        return arg
+    return tvm.ir.GenericConst(copy_to(arg.value, arg.value.device), arg.ty)
 
 
 def _without_barriers(block: Block) -> list[relax.Binding] | None:

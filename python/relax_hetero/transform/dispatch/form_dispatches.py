@@ -22,9 +22,10 @@ import re
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import StructuralKey, structural_map
+from tvm_ffi import StructuralKey
 
 from ...target.vdevice import vdevices_of
+from ...tir.core.walks import replaced
 from ..ir.blocks import with_root_blocks
 from ..ir.callee_devices import with_callee_devices, without_callee_devices
 from ..ir.declare import declare_pass
@@ -135,5 +136,5 @@ def forget_targets(mod: tvm.IRModule, written: set[str]) -> tvm.IRModule:
         functions[renamed.get(gv, gv)] = func
     for gv, func in functions.items():
         if isinstance(func, relax.Function):
-            functions[gv] = structural_map(func, (tvm.ir.GlobalVar, lambda old: renamed.get(old, old)))
+            functions[gv] = replaced(func, renamed, tvm.ir.GlobalVar)
     return copy_module(mod, functions)

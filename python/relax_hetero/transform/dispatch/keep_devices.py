@@ -22,10 +22,10 @@ from typing import TypeAlias
 
 import tvm
 from tvm import relax
-from tvm_ffi import structural_map
 
 from ...op.streamed import STREAM
 from ...target.vdevice import default_vdevice, host_vdevice, vdevices_of
+from ...tir.core.walks import replaced
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import (
     handle,
@@ -86,9 +86,7 @@ class _Function:
             var, ty = binding.var, self._type_of(binding)
             if not ty.same_as(var.ty):
                 self.renewed_vars[var] = type(var)(var.name, ty, var.span)
-        if self.renewed_vars:
-            func = structural_map(func, (relax.Var, lambda var: self.renewed_vars.get(var, var)))
-        func = map_bindings(func, self._change)
+        func = map_bindings(replaced(func, self.renewed_vars), self._change)
         body = _sequence(func.body)
         return func if body.same_as(func.body) else with_body(func, body)
 

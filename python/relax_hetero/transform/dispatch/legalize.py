@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map
 
 from ...errors import BuildError
 from ...op.traits import traits_of
+from ...tir.core.walks import replaced
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.kernels import OPAQUE
 from ..ir.op_names import CONCAT, RESHAPE
@@ -24,6 +24,7 @@ from ..ir.rewriting import (
     relax_functions,
     typed,
     walk_bindings,
+    with_args,
     with_functions,
 )
 from . import formula_kernels, narrow_types, numpy_kernels, sort_kernels
@@ -137,7 +138,7 @@ def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
         args = [_literal_shape(arg) for arg in value.args]
         if all(new is old for new, old in zip(args, value.args, strict=True)):
             return binding
-        call = relax.Call(value.op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
+        call = typed(with_args(value, args), value.ty)
         return relax.VarBinding(binding.var, call, binding.span)
 
     return relax.transform.CanonicalizeBindings()(
@@ -265,6 +266,4 @@ def _rename(func: relax.Function) -> tuple[relax.Function, dict[str, relax.Var]]
         old_vars[name] = var
         if name != var.name:
             renamed[var] = type(var)(name, var.ty, var.span)
-    if not renamed:
-        return func, old_vars
-    return structural_map(func, (relax.Var, lambda var: renamed.get(var, var))), old_vars
+    return replaced(func, renamed), old_vars

@@ -28,7 +28,7 @@ from ...target.vdevice import is_cpu
 from ...tir.math.narrow_floats import FLOAT8, FLOATS, code_of, number_of
 from ...vm.device.tensor_arrays import host_array
 from ..ir.op_names import CAST
-from ..ir.rewriting import is_tensor_constant, op_name
+from ..ir.rewriting import is_tensor_constant, op_name, with_args
 from .sort_kernels import Legalize
 
 _Convert = Callable[[relax.Expr], relax.Expr]
@@ -123,7 +123,7 @@ def _converted(
         return enter(arg) if _is_float8(arg.ty) else arg
 
     args = [convert(arg) for arg in call.args]
-    inner = builder.normalize(relax.Call(call.op, args, call.attrs, call.ty_args, call.span))
+    inner = builder.normalize(with_args(call, args))
     result = builder.emit(legalize(builder, inner))
     if isinstance(call.ty, tvm.ir.TupleType):
         results = (builder.emit(relax.TupleGetItem(result, index)) for index in range(len(call.ty.fields)))

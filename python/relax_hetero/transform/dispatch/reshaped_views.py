@@ -70,16 +70,10 @@ def with_views(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 class _ViewRewriter:
-    """Replaces calls of kernels that only reshape.
-
-    Attributes
-    ----------
-    replaced : set of tvm.ir.GlobalVar
-        The kernels of replaced calls.
-    """
+    """Replaces calls of kernels that only reshape."""
 
     def __init__(self, mod: tvm.IRModule) -> None:
-        self.replaced: set[tvm.ir.GlobalVar] = set()
+        self.replaced: set[tvm.ir.GlobalVar] = set()  # the kernels of replaced calls
         self._mod = mod
         self._is_reshape: dict[tvm.ir.GlobalVar, bool] = {}
 

@@ -27,9 +27,10 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import StructuralKey, VisitInterrupt, structural_map, structural_walk
+from tvm_ffi import StructuralKey
 
 from ...target.backend import backend_of
+from ...tir.core.walks import any_node, binds_threads, nodes, replaced
 from ...tir.cuda.loops import Launch, launches_of
 from ...tir.cuda.loops.cuda_scatter import SEVERAL_LAUNCHES
 from ..ir.blocks import Block, rewrite_function, shape_of, tensor_type
@@ -178,9 +179,7 @@ def _extents(func: tirx.PrimFunc, args: list[relax.Expr], types: list[relax.Tens
 
 def _extent_at_call(extent: Any, extents: dict[tirx.Var, Any]) -> Any:
     """An extent of a kernel's internal tensor at a call; None if it is unknown there."""
-    unknown: list[tirx.Var] = []
-    structural_walk(extent, (tvm.ir.Var, lambda var: None if var in extents else unknown.append(var)))
-    return None if unknown else structural_map(extent, (tvm.ir.Var, lambda var: extents.get(var, var)))
+    return replaced(extent, extents) if all(var in extents for var in nodes(extent, tvm.ir.Var)) else None
 
 
 def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
@@ -194,7 +193,7 @@ def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
         if SEVERAL_LAUNCHES in func.attrs:
             scheduled.add(gv)
             continue
-        if _binds_threads(func.body):
+        if binds_threads(func.body) or _has_thread_extents(func.body):
             continue
         key = StructuralKey(func)
         if key not in schedules:
@@ -208,15 +207,9 @@ def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
 ScheduleGPU = declare_pass("ScheduleGPU", schedule_gpu)
 
 
+def _has_thread_extents(body: tirx.Stmt) -> bool:
+    return any_node(body, tirx.AttrStmt, lambda node: node.attr_key == "thread_extent")
+
+
 def _is_gpu(func: tirx.PrimFunc) -> bool:
     return "gpu" in getattr(func.attrs.get("target"), "keys", ()) and "tirx.is_scheduled" not in func.attrs
-
-
-def _binds_threads(body: tirx.Stmt) -> bool:
-    def visit_loop(loop: tirx.For) -> VisitInterrupt | None:
-        return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None
-
-    def visit_attribute(node: tirx.AttrStmt) -> VisitInterrupt | None:
-        return VisitInterrupt(node) if node.attr_key == "thread_extent" else None
-
-    return structural_walk(body, [(tirx.For, visit_loop), (tirx.AttrStmt, visit_attribute)]) is not None

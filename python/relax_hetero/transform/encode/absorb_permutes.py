@@ -11,7 +11,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import tvm
 from tvm import relax
 
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
@@ -19,7 +18,7 @@ from ...op import encoded as op
 from ..ir.axes import permutation
 from ..ir.blocks import Block, is_one, renamed, shape_of, tensor_type
 from ..ir.op_names import PERMUTE, TRANSFER
-from ..ir.rewriting import op_name, typed
+from ..ir.rewriting import op_name, with_args
 from .encoded_products import ProductWriter
 
 
@@ -172,8 +171,8 @@ def _write_product(
         writer.encode(x, change.encoding.of(index), var.name.removesuffix("_encoded"))
         for index, x in enumerate(operands)
     ]
-    attrs = op.EncodedProductAttrs(str(change.encoding), "", call.attrs.kernel)
-    _write_result(writer, change, binding, relax.Call(call.op, [*encoded, *call.args[2:]], attrs), names)
+    product = with_args(call, [*encoded, *call.args[2:]], encoding=str(change.encoding), layout="")
+    _write_result(writer, change, binding, product, names)
 
 
 def _write_result(
@@ -181,7 +180,7 @@ def _write_result(
 ) -> None:
     var = binding.var
     if change.permuted is None:
-        writer.bind(var, typed(call, var.ty))
+        writer.emit_as(var, call)
         return
     shape = shape_of(var)
     ty = var.ty
@@ -198,13 +197,13 @@ def _write_follower(
     names: dict[relax.Var, relax.Expr],
 ) -> None:
     call, var = binding.value, binding.var
-    attrs: tvm.ir.Attrs = op.EncodingAttrs(str(change.encoding), "")
     if change.permuted is not None and op_name(call) == op.UNSET:
         names[var] = call.args[0]  # the binding of the permutation becomes the unset
     elif index == change.permute and change.permuted is not None:
-        writer.bind(var, typed(relax.Call(tvm.ir.Op.get(op.UNSET), [call.args[0]], attrs), var.ty))
-    elif op_name(call) == op.ELEMENTWISE:
-        attrs = op.EncodedElementwiseAttrs(call.attrs.expression, str(change.encoding), "")
-        _write_result(writer, change, binding, relax.Call(call.op, list(call.args), attrs), names)
+        writer.emit_as(var, op.unset_encoding(call.args[0], change.encoding))
     else:
-        writer.bind(var, typed(relax.Call(call.op, list(call.args), attrs), var.ty))
+        encoded = with_args(call, call.args, encoding=str(change.encoding), layout="")
+        if op_name(call) == op.ELEMENTWISE:
+            _write_result(writer, change, binding, encoded, names)
+        else:
+            writer.emit_as(var, encoded)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,23 +39,10 @@ class ProductWriter(Emitter):
         """Unpack an encoded tensor."""
         return self.emit(op.unset_encoding(x, encoding), x.ty, name)
 
-    def reshape(self, x: relax.Expr, shape: Sequence[Any], name: str) -> relax.Var:
-        """Reshape `x`."""
-        return self.emit(relax.op.reshape(x, list(shape)), tensor_type(shape, str(x.ty.dtype), x.ty), name)
-
-    def permuted(self, x: relax.Expr, axes: Sequence[int], name: str) -> relax.Expr:
-        """`x` with its dimensions permuted; `x` itself for the identity."""
-        if list(axes) == sorted(axes):
-            return x
-        shape = shape_of(x) or []
-        ty = tensor_type([shape[axis] for axis in axes], str(x.ty.dtype), x.ty)
-        return self.emit(relax.op.permute_dims(x, list(axes)), ty, name)
-
-    def cast(self, x: relax.Expr, dtype: str, name: str) -> relax.Expr:
-        """`x` cast to a type; `x` itself if it has the type."""
-        if str(x.ty.dtype) == dtype:
-            return x
-        return self.emit(relax.op.astype(x, dtype), tensor_type(shape_of(x) or [], dtype, x.ty), name)
+    def binary(self, op: Callable[..., relax.Call], a: relax.Expr, b: relax.Expr, name: str) -> relax.Var:
+        """An op of two tensors that broadcast, with the element type of the first."""
+        shape = broadcast(shape_of(a) or [], shape_of(b) or []) or []
+        return self.emit(op(a, b), tensor_type(shape, str(a.ty.dtype), a.ty), name)
 
     def matrix(self, x: relax.Expr, index: int, name: str) -> relax.Expr:
         """Operand `index` of a product as a matrix or batch of them: a vector becomes a row (lhs) or a column (rhs)."""
@@ -67,7 +54,7 @@ class ProductWriter(Emitter):
         if same_shape(shape_of(x) or [], shape):
             return x
         ty = tensor_type(shape, str(x.ty.dtype), x.ty)
-        var = (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
+        var = self.new_var(name, ty)
         self.bindings.append(relax.MatchCast(var, x, ty))
         return var
 

@@ -7,7 +7,7 @@ and target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import tvm
@@ -42,7 +42,7 @@ from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import device_identifier
 from ..ir.callee_devices import target_of
 from ..ir.extents import Symbols
-from ..ir.kernels import OPS, work_attributes
+from ..ir.kernels import OPS, opaque_kernel, work_attributes
 from ..ir.rewriting import fresh_global_var, relax_functions, walk_bindings
 from .encoded_values import Stored, StoredRows
 from .kernel_problems import (
@@ -107,7 +107,7 @@ def _product_name(problem: MatmulProblem) -> str:
     batch = [dim for dim in dict.fromkeys((*lhs.index_map, *rhs.index_map)) if dim.startswith("b")]
     sizes = [lhs.size(dim) if dim in lhs.index_map else rhs.size(dim) for dim in batch]
     sizes += [lhs.size("m"), rhs.size("n"), lhs.size("k")]
-    op = "batch_matmul" if batch else "matmul"
+    op = ("batch_matmul" if batch else "matmul") + ("_pair" if problem.second else "")
     return f"{op}_{shape_text(sizes)}{_types_suffix(lhs.dtype, rhs.dtype)}"
 
 
@@ -125,63 +125,8 @@ def _variant_names(mod: tvm.IRModule) -> set[str]:
     return {str(call.attrs.kernel) for call in values if encoded_op(call) in PRODUCTS} - {""}
 
 
-_OPAQUE_PATTERN = 8  # TVM's kOpaque: FuseOps does not fuse such a kernel
 _MAX_NAMED_OPS = 3
 """Maximum number of ops in a kernel's name besides its first op, such as those of an epilogue."""
-
-
-@dataclass
-class KernelTable:
-    """PrimFuncs of one module: one for each distinct key and target, written on the first request."""
-
-    used_names: set[str]
-    functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
-    _kernels: dict[tuple[Any, str], tvm.ir.GlobalVar] = field(default_factory=dict)
-
-    def get(
-        self,
-        key: Any,
-        target: tvm.target.Target,
-        name: str,
-        ops: Sequence[str],
-        make: Callable[[], tirx.PrimFunc],
-    ) -> tvm.ir.GlobalVar:
-        """The kernel with this key and target; `make` writes it on the first request.
-
-        Parameters
-        ----------
-        key : hashable
-            Complete description of the computation.
-        name : str
-            Name of a new kernel; a number is appended if it is used already.
-        ops : sequence of str
-            Ops that the kernel computes, as profiles show them.
-        make : Callable
-            Function that writes the PrimFunc.
-        """
-        full_key = (key, str(target))
-        if full_key not in self._kernels:
-            func = make().with_attr(
-                {"target": target, "op_pattern": _OPAQUE_PATTERN, OPS: list(ops), **work_attributes(key)}
-            )
-            if "global_symbol" in func.attrs:
-                func = func.without_attr("global_symbol")
-            gvar = fresh_global_var(name, func.ty, self.used_names)
-            self.functions[gvar] = func
-            self._kernels[full_key] = gvar
-        return self._kernels[full_key]
-
-    def key_of(self, kernel: tvm.ir.GlobalVar) -> Any:
-        """The key of a kernel; None for any other function."""
-        return next((key for (key, _), gvar in self._kernels.items() if gvar.same_as(kernel)), None)
-
-    def add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
-        """Add a kernel of another pass, once for each name."""
-        if (name, "") not in self._kernels:
-            gvar = fresh_global_var(name, kernel.ty, self.used_names)
-            self.functions[gvar] = kernel
-            self._kernels[name, ""] = gvar
-        return self._kernels[name, ""]
 
 
 class EncodingKernels:
@@ -194,13 +139,10 @@ class EncodingKernels:
     """
 
     def __init__(self, mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -> None:
+        self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}  # the kernels written so far
         self._names = VariantNames(mod, vdevices)
-        self._table = KernelTable({gv.name_hint for gv in mod.get_global_vars()})
-
-    @property
-    def functions(self) -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
-        """The kernels written so far."""
-        return self._table.functions
+        self._used_names = {gv.name_hint for gv in mod.get_global_vars()}
+        self._kernels: dict[tuple[Any, str], tvm.ir.GlobalVar] = {}  # by problem and target
 
     def product(
         self,
@@ -228,8 +170,8 @@ class EncodingKernels:
 
     def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tvm.ir.GlobalVar | None:
         """The kernel of the same product that sends its result; None if there is none, or sending saves no time."""
-        problem = self._table.key_of(kernel)
-        if not isinstance(problem, MatmulProblem):
+        problem = self.product_of(kernel)
+        if problem is None:
             return None
         func = self.functions[kernel]
         target = func.attrs["target"]
@@ -238,9 +180,25 @@ class EncodingKernels:
         name = f"{kernel.name_hint}_sent"
         return self._kernel(replace(problem, sent=sent), target, name, [str(op) for op in func.attrs[OPS]], name)
 
+    def product_of(self, kernel: tvm.ir.GlobalVar) -> MatmulProblem | None:
+        """The problem of a product's kernel; None for any other kernel."""
+        problem = next((key for (key, _), gvar in self._kernels.items() if gvar.same_as(kernel)), None)
+        return problem if isinstance(problem, MatmulProblem) else None
+
+    def pair(self, kernel: tvm.ir.GlobalVar, problem: MatmulProblem) -> tvm.ir.GlobalVar | None:
+        """The kernel of the product of `kernel` and a second one of the same rows; None if its device has none."""
+        target = self.functions[kernel].attrs["target"]
+        if not resolver_or_default(target).multiplies_pairs(replace(problem, second=None), target):
+            return None
+        ops = _op_names(problem.epilogue.expression if problem.epilogue else None)
+        name = "_".join([self._names.name(problem, target), *ops[:_MAX_NAMED_OPS]])
+        return self._kernel(problem, target, name, ["matmul", "matmul", *ops], name)
+
     def add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         """Add a kernel of another pass, once for each name."""
-        return self._table.add(kernel, name)
+        if (name, "") not in self._kernels:
+            self._kernels[name, ""] = self._added(kernel, name)
+        return self._kernels[name, ""]
 
     def elementwise(
         self, expression: Expression, operands: Sequence[Stored], result: Stored, op_text: str
@@ -406,7 +364,7 @@ class EncodingKernels:
         def make() -> tirx.PrimFunc:
             return _checked(_relayout_kernel(shape, dtype, *layouts, target), operands, target, op_text)
 
-        return self._table.get(key, target, name, [op], make)
+        return self._get(key, target, name, [op], make)
 
     def _kernel(
         self,
@@ -432,7 +390,22 @@ class EncodingKernels:
                 func, problem.parameters, target, f"{op_text}, resolver {resolver.name!r}", may_have_scratch
             )
 
-        return self._table.get(problem, target, name, ops, make)
+        return self._get(problem, target, name, ops, make)
+
+    def _get(
+        self, key: Any, target: tvm.target.Target, name: str, ops: Sequence[str], make: Callable[[], tirx.PrimFunc]
+    ) -> tvm.ir.GlobalVar:
+        """The kernel of a computation that `key` describes completely; `make` writes it on the first request."""
+        full_key = (key, str(target))
+        if full_key not in self._kernels:
+            func = opaque_kernel(make()).with_attr({"target": target, OPS: list(ops), **work_attributes(key)})
+            self._kernels[full_key] = self._added(func, name)
+        return self._kernels[full_key]
+
+    def _added(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
+        gvar = fresh_global_var(name, kernel.ty, self._used_names)
+        self.functions[gvar] = kernel
+        return gvar
 
 
 def _relayout_kernel(

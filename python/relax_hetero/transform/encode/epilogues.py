@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm import relax
-from tvm_ffi import structural_walk
 
 from ...encoding.encoding import Encoding
 from ...encoding.expression import Expression
@@ -19,6 +18,7 @@ from ...encoding.problem import RowPhase
 from ...encoding.resolver import resolver_or_default
 from ...op.encoded import ELEMENTWISE, MATMUL, PRODUCTS, UNSET, encoded_op
 from ...op.rows import ROWS
+from ...tir.core.walks import nodes
 from ..ir.blocks import same_shape, used_vars
 from ..ir.callee_devices import target_of
 from ..ir.op_names import IN_PLACE
@@ -92,9 +92,7 @@ def user_counts(func: relax.Function) -> dict[relax.Var, int]:
     counts: dict[relax.Var, int] = {}
 
     def count(expr: relax.Expr) -> None:
-        used: dict[relax.Var, None] = {}
-        structural_walk(expr, (relax.Var, lambda var: used.setdefault(var)))
-        for var in used:
+        for var in set(nodes(expr, relax.Var)):
             counts[var] = counts.get(var, 0) + 1
 
     for binding in walk_bindings(func):

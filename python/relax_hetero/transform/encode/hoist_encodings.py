@@ -28,6 +28,7 @@ from ...encoding.packed_layout import PackedLayout
 from ...op import encoded as ops
 from ...op.encoded import PREPACKED, RELAYOUT, SET, encoded_op
 from ...target.element_types import numpy_dtype
+from ...vm.device.tensor_arrays import host_array
 from ...vm.device.tensors import share_or_copy
 from ..ir.blocks import Block, rewrite_blocks, without_unused
 from ..ir.declare import declare_pass
@@ -65,7 +66,7 @@ class _Source:
 
     def array(self) -> np.ndarray:
         """The elements of the result."""
-        array = _array(self.data)
+        array = host_array(self.data)
         for op, parameter in self.ops:
             if op == CAST:
                 array = array.astype(numpy_dtype(parameter))
@@ -160,11 +161,3 @@ class _Packer:
         if key not in self.packed:
             self.packed[key] = share_or_copy(layout.pack(source.array()))
         return self.packed[key]
-
-
-def _array(data: tvm.runtime.Tensor) -> np.ndarray:
-    """The elements of a tensor in host memory, without a copy if numpy has the type."""
-    try:
-        return np.from_dlpack(data)
-    except (BufferError, RuntimeError, TypeError):  # bfloat16 and float8, other devices
-        return data.numpy()

@@ -90,14 +90,12 @@ def matmul_problem(
     maps = encoding.index_maps
     operands = [s.operand(symbols, maps[i]) for s, i in ((lhs, LHS), (rhs, RHS))]
     init_operand = None if init is None else init.operand(symbols, _broadcast_map(init, result, maps[RESULT]))
-    epilogue = None
-    if expression is not None:
-        inputs = tuple(s.operand(symbols, _broadcast_map(s, result, maps[RESULT])) for s in epilogue_operands)
-        epilogue = Epilogue(expression, inputs)
-    phase = None
-    if rows is not None:
-        inputs = tuple(s.operand(symbols, _broadcast_map(s, result, maps[RESULT])) for s in rows.operands)
-        phase = RowPhase(rows.program, rows.product, inputs)
+
+    def operands_of(tensors: Sequence[Stored]) -> tuple[Operand, ...]:
+        return tuple(s.operand(symbols, _broadcast_map(s, result, maps[RESULT])) for s in tensors)
+
+    epilogue = None if expression is None else Epilogue(expression, operands_of(epilogue_operands))
+    phase = None if rows is None else RowPhase(rows.program, rows.product, operands_of(rows.operands))
     out = result.operand(symbols, maps[RESULT])
     tf32 = encoding.element_types[LHS] == TF32
     return MatmulProblem(operands[0], operands[1], out, encoding.element_type, init_operand, epilogue, phase, tf32)
@@ -115,16 +113,9 @@ def conv_problem(
     conv, symbols, maps = encoding.conv, Symbols(), encoding.index_maps
     assert conv is not None
     spatial = len(conv.strides)
-    windows = tuple(
-        Window(
-            encoding.sizes[f"w{d}"],
-            conv.strides[d],
-            conv.dilation[d],
-            conv.padding[d],
-            conv.padding[spatial + d],
-        )
-        for d in range(spatial)
-    )
+    sizes = (encoding.sizes[f"w{d}"] for d in range(spatial))
+    paddings = conv.padding[:spatial], conv.padding[spatial:]
+    windows = tuple(map(Window, sizes, conv.strides, conv.dilation, *paddings))
     data_operand, weight_operand = data.operand(symbols, maps[LHS]), weight.operand(symbols, maps[RHS])
     epilogue = None
     if expression is not None:
@@ -191,8 +182,7 @@ def attention_problem(call: relax.Call, result: relax.TensorType) -> AttentionPr
     symbols = Symbols()
 
     def operand(ty: relax.TensorType, index_map: tuple[str, ...]) -> Operand:
-        shape = tuple(symbols.dim(extent) for extent in extents_of(ty))
-        return Operand(shape, str(ty.dtype), index_map, PackedLayout.identity(len(shape)))
+        return Stored.plain(ty).operand(symbols, index_map)
 
     types = [arg.ty for arg in call.args]
     query, key, value = (operand(ty, heads_map.index_map) for ty, heads_map in zip(types, heads.operands, strict=False))

@@ -18,6 +18,7 @@ directly. Types become those of the packed tensors. A chain of elementwise ops a
 the one before, becomes the epilogue of its kernel: accumulators stay in registers for bias, activation and residual.
 `R.hetero.rows` becomes a kernel, or, if it is the only reader of a product, a phase of that kernel (`epilogues`).
 Products of many rows with experts share a call of a kernel that sorts the rows by expert, if theirs read that order.
+Two products of the same few rows, one of which reads the other, are one kernel (`paired_products`).
 Products whose results GPUs add send them (`shard.overlapped_sums`).
 
 Assumes SpecializeEncodings. Kernels are written by the resolver of the device's target (products, elementwise) or by
@@ -60,6 +61,7 @@ from .encoded_values import Stored, StoredRows, physical_type
 from .encoding_kernels import EncodingKernels
 from .epilogues import Chain, find_row_phases, fused_variables, user_counts
 from .kernel_problems import quantized_matmul_problem
+from .paired_products import pair_products
 from .replaced_bindings import Merges, error_context
 from .verify_encodings import verify_encodings
 
@@ -75,7 +77,7 @@ def materialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     verify_encodings(mod)
     kernels = EncodingKernels(mod, vdevices_of(mod))
     functions = {gv: _Materializer(gv.name_hint, kernels, func).materialize() for gv, func in relax_functions(mod)}
-    functions = {gv: overlap_sums(func, mod, kernels) for gv, func in functions.items()}
+    functions = {gv: overlap_sums(pair_products(func, kernels), mod, kernels) for gv, func in functions.items()}
     return with_functions(mod, {**functions, **kernels.functions})
 
 

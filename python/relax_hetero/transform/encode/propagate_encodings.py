@@ -64,7 +64,7 @@ from ..ir.constant_values import constant_on_device_of
 from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.relax_expressions import scalar_of, to_expression
-from ..ir.rewriting import is_on_gpu, op_name
+from ..ir.rewriting import is_on_gpu, op_name, typed, with_args
 from ..quantize.quantized_operands import is_absorbable, match_dequantize
 from .absorb_permutes import absorb_permutes
 from .encoded_products import ONE
@@ -85,11 +85,17 @@ def absorb_elementwise(block: Block) -> list[relax.Binding] | None:
     """The block's bindings with every region replaced by one `R.hetero.elementwise`; None without regions."""
     regions: dict[int, Region] = {}
     bindings_in_regions: set[int] = set()
+    readers: dict[relax.Var, list[int]] = {}  # ends of regions that read a value, perhaps one before a cast
     for binding in reversed(block.bindings):
-        region = _RegionBuilder(block, binding.var, bindings_in_regions).region() if is_root(binding, block) else None
+        if not is_root(binding, block):
+            continue
+        region = _RegionBuilder(block, binding.var, bindings_in_regions, readers).region()
         if region is not None:
             regions[region.end] = region
             bindings_in_regions.update([*region.inside, region.end])
+            for operand in region.operands:
+                if isinstance(operand.value, relax.Var):
+                    readers.setdefault(operand.value, []).append(region.end)
     return with_regions(block, regions, lambda emitter, region, var: _emit_region(emitter, region, var, block))
 
 
@@ -117,14 +123,13 @@ def _emit_region(emitter: Emitter, region: Region, var: relax.Var, block: Block)
     call = op.elementwise(*operands, expression=expression, encoding=encoding)
     result = emitter.emit(call, ty, f"{var.name}_encoded")
     if region.order is None and same_shape(shape, shape_of(var) or []):
-        emitter.bind(var, relax.Call(unset.op, [result], unset.attrs, ret_ty=var.ty))
+        emitter.emit_as(var, with_args(unset, [result]))
         return
     row_major = emitter.emit(op.unset_encoding(result, encoding), ty, f"{var.name}_plain")
     if region.order is None:
-        view = relax.op.reshape(row_major, shape_of(var))
+        emitter.emit_as(var, relax.op.reshape(row_major, shape_of(var)))
     else:
-        view = relax.op.permute_dims(row_major, list(region.order))
-    emitter.bind(var, relax.Call(view.op, list(view.args), view.attrs, ret_ty=var.ty))
+        emitter.emit_as(var, relax.op.permute_dims(row_major, list(region.order)))
 
 
 def _simplify_region(region: Region) -> tuple[Expression, list[RegionOperand]]:
@@ -161,15 +166,11 @@ def _constant_array(operand: RegionOperand) -> np.ndarray | None:
 
 def _aligned_to_root(emitter: Emitter, operand: RegionOperand, name: str) -> relax.Expr:
     """The operand, reshaped or permuted to the root's dimensions if its op is after a reshape or permutation."""
-    value, dtype = operand.value, str(operand.value.ty.dtype)
     if operand.axes is not None:
-        shape = shape_of(value) or []
-        ty = tensor_type([shape[axis] for axis in operand.axes], dtype, value.ty)
-        return emitter.emit(relax.op.permute_dims(value, list(operand.axes)), ty, f"{name}_permuted")
-    if operand.shape is not None and not same_shape(operand.shape, shape_of(value) or []):
-        ty = tensor_type(operand.shape, dtype, value.ty)
-        return emitter.emit(relax.op.reshape(value, list(operand.shape)), ty, f"{name}_reshaped")
-    return value
+        return emitter.permuted(operand.value, operand.axes, f"{name}_permuted")
+    if operand.shape is not None and not same_shape(operand.shape, shape_of(operand.value) or []):
+        return emitter.reshape(operand.value, operand.shape, f"{name}_reshaped")
+    return operand.value
 
 
 # Maximum number of terms of an expression. The text of an expression repeats a value that is used several times.
@@ -211,6 +212,8 @@ class _RegionBuilder:
         Result of an `unset_encoding`.
     bindings_in_regions : set of int
         Indices of the bindings that belong to other regions.
+    readers : dict of relax.Var to list of int
+        Indices of the ends of other regions by their operands, which need not be operands of the block's ops.
 
     Attributes
     ----------
@@ -226,8 +229,10 @@ class _RegionBuilder:
         Operands so far.
     """
 
-    def __init__(self, block: Block, root: relax.Var, bindings_in_regions: set[int]) -> None:
-        self.block, self.root, self.bindings_in_regions = block, root, bindings_in_regions
+    def __init__(
+        self, block: Block, root: relax.Var, bindings_in_regions: set[int], readers: dict[relax.Var, list[int]]
+    ) -> None:
+        self.block, self.root, self.bindings_in_regions, self.readers = block, root, bindings_in_regions, readers
         self.shape = shape_of(root) or []
         self.expressions = {root: Expression.operand(0)}
         self.num_terms = {root: _num_fused_terms(block, block.definition(root))}
@@ -241,7 +246,7 @@ class _RegionBuilder:
         block = self.block
         best: Region | None = None
         inside: list[int] = []
-        pending = list(block.users.get(self.root, [])) if block.is_local(self.root) else []
+        pending = self._users(self.root) if block.is_local(self.root) else []
         heapq.heapify(pending)
         while pending:
             index = heapq.heappop(pending)
@@ -264,9 +269,13 @@ class _RegionBuilder:
             inside.append(index)
             if not block.is_local(binding.var):
                 break
-            for user in block.users.get(binding.var, []):
+            for user in self._users(binding.var):
                 heapq.heappush(pending, user)
         return best
+
+    def _users(self, var: relax.Var) -> list[int]:
+        """Indices of the bindings that read a value, and of the ends of regions that do."""
+        return [*self.block.users.get(var, []), *self.readers.get(var, [])]
 
     def _is_dequantization(self, best: Region | None, binding: relax.Binding) -> bool:
         """Return whether a value only dequantizes the 8-bit result of a region.
@@ -518,8 +527,8 @@ def unset_below_transfers(block: Block) -> list[relax.Binding] | None:
         encoded = source.args[0]
         shape = encoded.ty.shape
         ty = relax.TensorType(shape, encoded.ty.dtype, var.ty.vdevice, -1 if shape is not None else encoded.ty.ndim)
-        transfer = emitter.emit(relax.Call(value.op, [encoded], value.attrs), ty, f"{var.name}_encoded")
-        unset = relax.Call(source.op, [transfer], source.attrs, ret_ty=var.ty)
+        transfer = emitter.emit(with_args(value, [encoded]), ty, f"{var.name}_encoded")
+        unset = typed(with_args(source, [transfer]), var.ty)
         emitter.bind(var, unset)
         definitions[var] = unset
         changed = True

@@ -12,7 +12,7 @@ exactly modulo 2**32, and scales that do not depend on k are applied once, to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from ...encoding.encoding import LHS, RESULT, RHS, Encoding
 from ...op import encoded as op
 from ...target.cpu_target import cpu_target_of
 from ...target.dot_instructions import multiplies_int16
-from ..ir.blocks import Block, broadcast, shape_of, tensor_type
+from ..ir.blocks import Block, shape_of, tensor_type
 from ..ir.constant_values import constant_on_device_of
 from ..ir.relax_expressions import scalar_of
 from ..quantize.quantized_operands import MAX_INT32_TERMS, Parameter, Quantized, read_quantized, signed_constant
@@ -122,8 +122,8 @@ def _signed(writer: ProductWriter, rhs: Quantized, constants: dict[Any, relax.Ex
     if str(rhs.data.ty.dtype) == "int8":
         return rhs
     wide = writer.cast(rhs.data, "int16", f"{name}_rhs_int16")
-    shifted = binary(
-        writer, relax.op.subtract, wide, constant_on_device_of(np.array(128, "int16"), wide), f"{name}_rhs_moved"
+    shifted = writer.binary(
+        relax.op.subtract, wide, constant_on_device_of(np.array(128, "int16"), wide), f"{name}_rhs_moved"
     )
     data = writer.cast(shifted, "int8", f"{name}_rhs_int8")
     zero = rhs.zero or Parameter(constant_on_device_of(np.array(0, "int32"), data), (), np.array(0, "int32"))
@@ -135,8 +135,8 @@ def _shifted_zero_point(writer: ProductWriter, zero: Parameter, name: str) -> Pa
         value = zero.value - np.int32(128)
         return Parameter(constant_on_device_of(value, zero.expr), zero.shape, value)
     expr = emitted_parameter(writer, zero, name)
-    shifted = binary(
-        writer, relax.op.subtract, expr, constant_on_device_of(np.array(128, "int32"), expr), f"{name}_moved"
+    shifted = writer.binary(
+        relax.op.subtract, expr, constant_on_device_of(np.array(128, "int32"), expr), f"{name}_moved"
     )
     return Parameter(shifted, zero.shape)
 
@@ -147,8 +147,8 @@ def _column_sums(writer: ProductWriter, rhs: Quantized, b: relax.Expr, name: str
     if rhs.data_value is None or (zero is not None and zero.value is None):
         wide = writer.cast(b, _ACCUMULATOR, f"{name}_wide")
         if zero is not None:
-            wide = binary(
-                writer, relax.op.subtract, wide, emitted_parameter(writer, zero, f"{name}_zero"), f"{name}_shifted"
+            wide = writer.binary(
+                relax.op.subtract, wide, emitted_parameter(writer, zero, f"{name}_zero"), f"{name}_shifted"
             )
         return _sum(writer, wide, -2, name)
     array = _as_matrix_array(rhs.data_value.transpose(rhs.perm))
@@ -168,7 +168,7 @@ def _multiply_negated(writer: ProductWriter, columns: relax.Expr, zero: Paramete
         return constant_on_device_of(columns.value.numpy() * -zero.value, columns)
     expr = emitted_parameter(writer, zero, f"{name}_zero")
     negated = writer.emit(relax.op.negative(expr), expr.ty, f"{name}_negated")
-    return binary(writer, relax.op.multiply, columns, negated, name)
+    return writer.binary(relax.op.multiply, columns, negated, name)
 
 
 def _subtract_product(
@@ -189,14 +189,14 @@ def _scaled(writer: ProductWriter, plain: relax.Var, lhs: Quantized, rhs: Quanti
             first, second = (
                 emitted_parameter(writer, p, f"{name}_scale_{i}") for i, p in enumerate((lhs.scale, rhs.scale))
             )
-            scale = binary(writer, relax.op.multiply, first, second, f"{name}_scale")
-        return binary(writer, relax.op.multiply, value, scale, name)
+            scale = writer.binary(relax.op.multiply, first, second, f"{name}_scale")
+        return writer.binary(relax.op.multiply, value, scale, name)
     for index, parameter in ((LHS, lhs.scale), (RHS, rhs.scale)):
         if parameter is not None:
             scale = emitted_parameter(writer, parameter, f"{name}_scale_{index}")
             if index == LHS and not parameter.is_scalar:
                 scale = writer.reshape(scale, [*(shape_of(scale) or []), 1], f"{name}_scale_column")
-            value = binary(writer, relax.op.multiply, value, scale, name)
+            value = writer.binary(relax.op.multiply, value, scale, name)
     return value
 
 
@@ -213,11 +213,3 @@ def _sum(writer: ProductWriter, x: relax.Expr, axis: int, name: str) -> relax.Va
     shape = shape_of(x) or []
     shape[axis] = 1
     return writer.emit(relax.op.sum(x, axis, keepdims=True), tensor_type(shape, str(x.ty.dtype), x.ty), name)
-
-
-def binary(
-    writer: ProductWriter, op_builder: Callable[..., relax.Call], a: relax.Expr, b: relax.Expr, name: str
-) -> relax.Var:
-    """Emit an op of two tensors that broadcast, with the element type of the first."""
-    shape = broadcast(shape_of(a) or [], shape_of(b) or []) or []
-    return writer.emit(op_builder(a, b), tensor_type(shape, str(a.ty.dtype), a.ty), name)

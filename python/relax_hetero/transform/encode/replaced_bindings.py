@@ -12,7 +12,7 @@ from tvm import relax
 from tvm_ffi import structural_map
 
 from ...errors import EncodingError
-from ..ir.rewriting import BindingMap, map_bindings, typed, walk_bindings, walk_scopes, with_vdevice
+from ..ir.rewriting import BindingMap, map_bindings, typed, walk_bindings, walk_scopes, with_args, with_vdevice
 
 
 class Replacement:
@@ -45,8 +45,7 @@ class Replacement:
         """All bindings, with `var` bound to `value` at the end; `var` replaces a last temporary."""
         last = self.bindings[-1] if self.bindings else None
         if last is not None and last.var.same_as(value):
-            call = last.value
-            call = relax.Call(call.op, call.args, call.attrs, call.ty_args, call.span, ret_ty=self.var.ty)
+            call = typed(with_args(last.value, last.value.args), self.var.ty)
             self.bindings[-1] = relax.VarBinding(self.var, call)
         else:
             self.bindings.append(relax.VarBinding(self.var, value))
@@ -55,8 +54,7 @@ class Replacement:
 
 def inferred(call: relax.Call, vdevice: relax.VDevice | None) -> relax.TensorType:
     """The type of a stock op's result on a device; TVM's inference rejects or loses devices and runs without."""
-    args = [_placeholder(arg) for arg in call.args]
-    plain = relax.Call(call.op, args, call.attrs, call.ty_args)
+    plain = with_args(call, [_placeholder(arg) for arg in call.args])
     return with_vdevice(relax.BlockBuilder().normalize(plain).ty, vdevice)
 
 

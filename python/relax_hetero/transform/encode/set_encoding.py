@@ -37,7 +37,7 @@ from ..ir.blocks import Block, rewrite_function, shape_of, tensor_type, without_
 from ..ir.constant_values import constant_on_device_of
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import WITHOUT_TF32
-from ..ir.rewriting import op_name, relax_functions, typed, with_functions
+from ..ir.rewriting import op_name, relax_functions, typed, with_args, with_functions
 from ..quantize.quantized_operands import (
     Parameter,
     Quantized,
@@ -48,7 +48,7 @@ from ..quantize.quantized_operands import (
 from .accuracies import Accuracies
 from .encoded_convolutions import CONV_OPS, emit_convolution
 from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
-from .quantized_products import binary, emit_quantized_product, emitted_parameter, fits_int32, widened
+from .quantized_products import emit_quantized_product, emitted_parameter, fits_int32, widened
 
 # Quantized convolutions: convolutions of 8-bit integers that models write with wider types.
 #
@@ -191,28 +191,19 @@ class _QuantizedConvolution:
             return self.writer.emit(relax.op.nn.pad(data, widths, pad_value=value), ty, f"{self.name}_padded")
         # Bytes wrap, so that padding with 0 between a subtraction and an addition of the zero point pads with it.
         point = self.writer.cast(emitted_parameter(self.writer, zero, f"{self.name}_point"), dtype, f"{self.name}_fill")
-        shifted = binary(self.writer, relax.op.subtract, data, point, f"{self.name}_shifted")
+        shifted = self.writer.binary(relax.op.subtract, data, point, f"{self.name}_shifted")
         zeros = self.writer.emit(relax.op.nn.pad(shifted, widths), ty, f"{self.name}_zeros")
-        return binary(self.writer, relax.op.add, zeros, point, f"{self.name}_padded")
+        return self.writer.binary(relax.op.add, zeros, point, f"{self.name}_padded")
 
     def _convolve(self, data: relax.Expr, weight: relax.Expr, groups: int, name: str) -> relax.Var | None:
         """Write an encoded convolution of bytes and return its unpacked result; None if it cannot be encoded."""
-        stock_conv = getattr(relax.op.nn, f"conv{self.num_spatial}d")
-        attrs = self.attrs
         if int((shape_of(weight) or [])[1]) > 1:  # depthwise convolutions do not use dot products
             data = widened(self.writer, data, f"{name}_data_int16")
-        call = stock_conv(
-            data,
-            weight,
-            strides=list(attrs.strides),
-            padding=self.padding,
-            dilation=list(attrs.dilation),
-            groups=groups,
-            out_dtype=_INT_ACCUMULATOR,
-        )
+        attributes = {"padding": self.padding, "groups": groups, "out_dtype": _INT_ACCUMULATOR}
+        call = with_args(self.binding.value, [data, weight], **attributes)
         shape = shape_of(self.binding.var) or []
         ty = tensor_type([shape[0], (shape_of(weight) or [])[0], *shape[2:]], _INT_ACCUMULATOR, data.ty)
-        var = (relax.DataflowVar if self.writer.is_dataflow else relax.Var)(f"{name}_sums", ty)
+        var = self.writer.new_var(f"{name}_sums", ty)
         is_encoded = emit_convolution(self.writer, relax.VarBinding(var, typed(call, ty)), self.function)
         return var if is_encoded else None
 
@@ -232,7 +223,7 @@ class _QuantizedConvolution:
             ones = [1] * (1 + self.num_spatial)
             zeros = emitted_parameter(self.writer, zero, f"{self.name}_weight_zero")
             zeros = zeros if zero.is_scalar else self.writer.reshape(zeros, [*zero.shape, *ones], f"{self.name}_points")
-            weight_int32 = binary(self.writer, relax.op.subtract, weight_int32, zeros, f"{self.name}_weight_shifted")
+            weight_int32 = self.writer.binary(relax.op.subtract, weight_int32, zeros, f"{self.name}_weight_shifted")
         ty = tensor_type(shape[:1], _INT_ACCUMULATOR, weight.ty)
         sums = self.writer.emit(relax.op.sum(weight_int32, axes), ty, f"{self.name}_columns")
         return self.writer.reshape(sums, shape, f"{self.name}_columns_along")
@@ -260,11 +251,11 @@ class _QuantizedConvolution:
 
     def _multiply(self, a: relax.Expr, b: relax.Expr, suffix: str) -> relax.Expr:
         if isinstance(a, relax.Var) or isinstance(b, relax.Var):
-            return binary(self.writer, relax.op.multiply, a, b, f"{self.name}_{suffix}")
+            return self.writer.binary(relax.op.multiply, a, b, f"{self.name}_{suffix}")
         return constant_on_device_of(a.value.numpy() * b.value.numpy(), a)
 
     def _subtract(self, total: relax.Var, correction: relax.Expr, suffix: str) -> relax.Var:
-        return binary(self.writer, relax.op.subtract, total, correction, f"{self.name}_{suffix}")
+        return self.writer.binary(relax.op.subtract, total, correction, f"{self.name}_{suffix}")
 
     def _scaled(self, total: relax.Var) -> relax.Var:
         """The sums as float32, times the scales of data and weight."""
@@ -275,7 +266,7 @@ class _QuantizedConvolution:
                 factor = self._channel_parameter(parameter, f"scale_{index}")
                 scale = factor if scale is None else self._multiply(scale, factor, "scale")
         if scale is not None:
-            value = binary(self.writer, relax.op.multiply, value, scale, self.name)
+            value = self.writer.binary(relax.op.multiply, value, scale, self.name)
         assert isinstance(value, relax.Var)
         return value
 

@@ -19,7 +19,7 @@ from ..ir.axes import permutation
 from ..ir.blocks import Block, is_one, same_extent, shape_of
 from ..ir.op_names import CAST, PERMUTE, RESHAPE
 from ..ir.relax_expressions import scalar_of
-from ..ir.rewriting import op_name
+from ..ir.rewriting import integers_of, op_name
 
 Dims = tuple[tuple[str, ...], ...]
 
@@ -121,7 +121,7 @@ def _squeezed(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> 
 
 
 def _sliced(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
-    lists = [_ints(arg) for arg in call.args[1:]]
+    lists = [integers_of(arg) for arg in call.args[1:]]
     axes, begins, steps = lists[0], lists[1], lists[3] if len(lists) > 3 else [1]
     if axes is None or begins is None or steps is None or any(step != 1 for step in steps):
         return None
@@ -260,17 +260,6 @@ def regrouped(dims: Dims, shape: Sequence[Any], sizes: Mapping[str, Any]) -> Dim
             return None
         groups.append(tuple(group))
     return None if names else tuple(groups)
-
-
-def _ints(arg: relax.Expr) -> list[int] | None:
-    fields = getattr(arg, "fields", None)
-    if fields is None and isinstance(arg, relax.ShapeExpr):
-        fields = arg.values
-    if fields is None:
-        return None
-    values = [field if isinstance(field, tirx.IntImm) else getattr(field, "value", None) for field in fields]
-    numbers = [int(value) for value in values if isinstance(value, (int, tirx.IntImm))]
-    return numbers if len(numbers) == len(values) else None
 
 
 def followed(block: Block, view: HeadsTrace, sizes: Mapping[str, Any]) -> tuple[HeadsTrace, list[int]]:

@@ -35,7 +35,7 @@ from ..ir.callee_devices import target_of
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import WITHOUT_TF32
 from ..ir.remarks import record_missed
-from ..ir.rewriting import op_name, relax_functions, with_functions
+from ..ir.rewriting import op_name, relax_functions, typed, with_functions
 from .attention_patterns import ATTENTION_OPS, Attention, NoAttention, find_attention, find_attention_op
 from .merge_products import merge_products
 
@@ -130,8 +130,7 @@ def _formed(binding: relax.Binding, match: Attention, tf32: bool) -> relax.Bindi
         nan_to_zero=match.nan_to_zero,
         tf32=tf32,
     )
-    call = relax.Call(call.op, call.args, call.attrs, ret_ty=binding.var.ty)
-    return relax.VarBinding(binding.var, call, binding.span)
+    return relax.VarBinding(binding.var, typed(call, binding.var.ty), binding.span)
 
 
 def _is_view(value: relax.Expr) -> bool:

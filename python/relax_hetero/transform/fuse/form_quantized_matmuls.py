@@ -74,7 +74,7 @@ from ..ir.callee_devices import target_of
 from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER, TRANSFERS
 from ..ir.relax_expressions import to_expression
-from ..ir.rewriting import is_tensor_constant, op_name
+from ..ir.rewriting import is_tensor_constant, op_name, typed, with_args
 from .block_products import (
     Product,
     fuse_bias,
@@ -212,8 +212,7 @@ def _write_plain_rows(emitter: Emitter, raw: relax.Expr, form: BlockFormat, dept
     arrays, rows = _RelaxOps(emitter, var), (shape_of(raw) or [])[0]
     parts = split_rows(raw, form, depth, arrays, rows)
     if form.is_plain:
-        value = relax.op.reshape(parts.quants, [rows, depth])
-        emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
+        emitter.emit_as(var, relax.op.reshape(parts.quants, [rows, depth]))
         return
 
     if form.scale in SCALES_OF_BYTES:
@@ -240,7 +239,7 @@ def _write_plain_rows(emitter: Emitter, raw: relax.Expr, form: BlockFormat, dept
         scaled = arrays.times(fields, scales)
         apply = relax.op.add if parts.superblock_minimums is None else relax.op.subtract
         value = apply(scaled, by_weight(parts.minimums, parts.superblock_minimums))
-    emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
+    emitter.emit_as(var, value)
 
 
 def _write_integers(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
@@ -263,8 +262,7 @@ def _write_integers(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
     numbers = arrays.widened(without_padding(quants, "uint8"), is_signed=False)
     points = by_block(call.args[2]) if len(call.args) > 2 else arrays.number(middle_of(bits), "float32")
     shifted = arrays.emit(relax.op.subtract(numbers, points), [rows, depth], "float32")
-    value = relax.op.multiply(shifted, by_block(scales))
-    emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
+    emitter.emit_as(var, relax.op.multiply(shifted, by_block(scales)))
 
 
 _MAX_OPS = 32
@@ -333,10 +331,7 @@ def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, pa
     layout, extents = resolver_or_default(target).block_layout(target), shape_of(index) or []
     is_constant = all(is_tensor_constant(arg) for arg in weight.args)
     rows = prod(extents) if len(extents) != 1 else extents[0]
-    flat = index
-    if len(extents) != 1:
-        ty = tensor_type([rows], str(index.ty.dtype), index.ty)
-        flat = emitter.emit(relax.op.reshape(index, [rows]), ty, f"{var.name}_index")
+    flat = index if len(extents) == 1 else emitter.reshape(index, [rows], f"{var.name}_index")
     ty = tensor_type([rows, depth], "float32", var.ty)
     numbers = type(var)(f"{var.name}_rows", ty) if len(extents) != 1 else var
     if (
@@ -348,13 +343,12 @@ def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, pa
         packed = packer.pack(weight, layout, var.ty.vdevice)
         count = int(weight.ty.shape.values[0])
         call = block_rows(*packed, flat, rows=count, depth=depth, format=form_of(weight).name)
-        emitter.bind(numbers, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
+        emitter.emit_as(numbers, call)
     else:
         operands = [_take_rows(emitter, arg, flat, rows, var) for arg in weight.args]
-        write_plain(emitter, relax.Call(weight.op, operands, weight.attrs, ret_ty=ty), numbers)
+        write_plain(emitter, typed(with_args(weight, operands), ty), numbers)
     if numbers is not var:
-        value = relax.op.reshape(numbers, shape_of(var))
-        emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
+        emitter.emit_as(var, relax.op.reshape(numbers, shape_of(var)))
 
 
 def _take_rows(emitter: Emitter, data: relax.Expr, index: relax.Expr, rows: Any, var: relax.Var) -> relax.Expr:
@@ -469,7 +463,7 @@ def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
 
 def _with_definitions(block: Block, weight: relax.Call) -> relax.Call:
     """A call to dequantize_blocks with constants instead of the variables that are bound to them."""
-    return relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
+    return typed(with_args(weight, [block.definition(arg) for arg in weight.args]), weight.ty)
 
 
 def _fuse_elementwise(block: Block, product: Product, claimed: set[int], needed: list[relax.Expr]) -> None:
@@ -527,16 +521,14 @@ def _write(emitter: Emitter, product: Product, var: relax.Var, packer: _Packer) 
     lhs = product.lhs
     if product.rounded:
         shape = [(shape_of(lhs) or [])[0], 1, 1, int(product.weight.attrs.depth)]
-        lhs = emitter.emit(relax.op.reshape(lhs, shape), tensor_type(shape, "float32", lhs.ty), f"{var.name}_lhs")
+        lhs = emitter.reshape(lhs, shape, f"{var.name}_lhs")
     if str(lhs.ty.dtype) not in product.layout.lhs_types:
-        ty = tensor_type(shape_of(lhs) or [], "float32", lhs.ty)
-        lhs = emitter.emit(relax.op.astype(lhs, "float32"), ty, f"{var.name}_lhs")
+        lhs = emitter.cast(lhs, "float32", f"{var.name}_lhs")
     operands = []
     for index, operand in enumerate(product.operands, 1):
         shape = shape_of(operand) or []
         if len(shape) > 1 and not same_shape(shape, shape_of(var) or []):
-            ty = tensor_type(shape[-1:], str(operand.ty.dtype), operand.ty)
-            operand = emitter.emit(relax.op.reshape(operand, shape[-1:]), ty, f"{var.name}_x{index}")
+            operand = emitter.reshape(operand, shape[-1:], f"{var.name}_x{index}")
         operands.append(operand)
     weights: list[relax.Expr] = []
     for weight in (product.weight, product.second):
@@ -566,7 +558,7 @@ def _write(emitter: Emitter, product: Product, var: relax.Var, packer: _Packer) 
         biases=bool(product.biases),
         rounded=product.rounded,
     )
-    emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
+    emitter.emit_as(var, call)
 
 
 def _write_streamed(

@@ -546,13 +546,11 @@ def _write(emitter: Emitter, region: RowRegion, var: relax.Var) -> None:
     for index, operand in enumerate(region.operands):
         value = operand.value
         if operand.shape is not None and not same_shape(operand.shape, shape_of(value) or []):
-            ty = tensor_type(operand.shape, str(value.ty.dtype), value.ty)
-            value = emitter.emit(relax.op.reshape(value, list(operand.shape)), ty, f"{var.name}_x{index}")
+            value = emitter.reshape(value, operand.shape, f"{var.name}_x{index}")
         operands.append(value)
     call = rows(*operands, program=region.program, ops=",".join(dict.fromkeys(region.ops)))
     if same_shape(region.shape, shape_of(var) or []):
-        emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
+        emitter.emit_as(var, call)
         return
     result = emitter.emit(call, tensor_type(region.shape, str(var.ty.dtype), var.ty), f"{var.name}_rows")
-    reshape = relax.op.reshape(result, shape_of(var))
-    emitter.bind(var, relax.Call(reshape.op, list(reshape.args), reshape.attrs, ret_ty=var.ty))
+    emitter.emit_as(var, relax.op.reshape(result, shape_of(var)))

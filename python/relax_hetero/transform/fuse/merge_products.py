@@ -30,7 +30,7 @@ from ...op.attention import ATTENTION
 from ..ir.blocks import Block, Emitter, same_shape, shape_of, tensor_type
 from ..ir.op_names import CAST
 from ..ir.remarks import record_merged
-from ..ir.rewriting import op_name
+from ..ir.rewriting import op_name, with_args
 
 
 @dataclass
@@ -146,9 +146,7 @@ def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product
     ]
     args = [result if arg in starts else arg for arg in call.args]
     heads = replace(heads, query=maps[0], key=maps[1], value=maps[2])
-    old = call.attrs
-    attrs = type(old)(str(heads), old.scores, old.causal, old.nan_to_zero, old.tf32)
-    emitter.bind(binding.var, relax.Call(call.op, args, attrs, ret_ty=binding.var.ty))
+    emitter.emit_as(binding.var, with_args(call, args, heads=str(heads)))
 
 
 def _concatenated(constants: Sequence[Any], axis: int) -> tvm.ir.GenericConst:

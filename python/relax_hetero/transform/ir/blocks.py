@@ -10,11 +10,21 @@ from typing import Any, Protocol, TypeVar
 import tvm
 import tvm_ffi
 from tvm import relax, s_tir, tirx
-from tvm_ffi import structural_map
 
 from ...tir.core.raw_kernel import in_root_block
+from ...tir.core.walks import replaced
 from .op_names import IN_PLACE
-from .rewriting import copy_module, map_nested, op_name, relax_functions, typed, with_body, with_functions
+from .rewriting import (
+    calls_pure_op,
+    copy_module,
+    map_nested,
+    op_name,
+    rebound,
+    relax_functions,
+    typed,
+    with_body,
+    with_functions,
+)
 
 
 @dataclass
@@ -75,14 +85,39 @@ class Emitter:
 
     def emit(self, value: relax.Expr, ty: tvm.ir.Type, name: str) -> relax.Var:
         """Bind `value`, which has no type yet, to a new variable."""
-        value = typed(value, ty)
-        var = (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
-        self.bind(var, value)
+        var = self.new_var(name, ty)
+        self.emit_as(var, value)
         return var
+
+    def emit_as(self, var: relax.Var, value: relax.Expr) -> None:
+        """Bind `value`, which has no type yet, to a variable that exists already, and has its type."""
+        self.bind(var, typed(value, var.ty))
 
     def bind(self, var: relax.Var, value: relax.Expr) -> None:
         """Bind `value` to a variable that exists already."""
         self.bindings.append(relax.VarBinding(var, value))
+
+    def new_var(self, name: str, ty: tvm.ir.Type) -> relax.Var:
+        """Make a variable for a binding of the block."""
+        return (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
+
+    def reshape(self, x: relax.Expr, shape: Sequence[Any], name: str) -> relax.Var:
+        """Reshape `x`."""
+        return self.emit(relax.op.reshape(x, list(shape)), tensor_type(shape, str(x.ty.dtype), x.ty), name)
+
+    def permuted(self, x: relax.Expr, axes: Sequence[int], name: str) -> relax.Expr:
+        """`x` with its dimensions permuted; `x` itself for the identity."""
+        if list(axes) == sorted(axes):
+            return x
+        shape = shape_of(x) or []
+        ty = tensor_type([shape[axis] for axis in axes], str(x.ty.dtype), x.ty)
+        return self.emit(relax.op.permute_dims(x, list(axes)), ty, name)
+
+    def cast(self, x: relax.Expr, dtype: str, name: str) -> relax.Expr:
+        """`x` cast to a type; `x` itself if it has the type."""
+        if str(x.ty.dtype) == dtype:
+            return x
+        return self.emit(relax.op.astype(x, dtype), tensor_type(shape_of(x) or [], dtype, x.ty), name)
 
 
 class Spanning(Protocol):
@@ -268,10 +303,8 @@ def renamed(binding: relax.Binding, names: dict[relax.Var, relax.Expr]) -> relax
         op = names.get(value.op, value.op) if isinstance(value.op, relax.Var) else value.op
         new = relax.Call(op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
     else:
-        new = structural_map(value, (relax.Var, lambda var: names.get(var, var)))
-    if isinstance(binding, relax.MatchCast):
-        return relax.MatchCast(binding.var, new, binding.ty, binding.span)
-    return relax.VarBinding(binding.var, new, binding.span)
+        new = replaced(value, names)
+    return rebound(binding, binding.var, new)
 
 
 # Splitting a block, so that some bindings are outside of dataflow, with variables that other blocks may use.
@@ -284,18 +317,22 @@ def split_block(bindings: list[relax.Binding], cut: set[relax.Var], is_dataflow:
     """
     groups: list[tuple[bool, list[relax.Binding]]] = []
     for binding in bindings:
-        inside = binding.var not in cut and (is_dataflow or _may_be_dataflow(binding))
+        inside = binding.var not in cut and (is_dataflow or is_without_effect(binding))
         if not groups or groups[-1][0] != inside:
             groups.append((inside, []))
         groups[-1][1].append(binding)
     return [(relax.DataflowBlock if inside else relax.BindingBlock)(group) for inside, group in groups]
 
 
-def _may_be_dataflow(binding: relax.Binding) -> bool:
+def is_without_effect(binding: relax.Binding) -> bool:
+    """Return whether a binding only computes its value, so that it may be in dataflow, and move after its operands.
+
+    A match_cast may not move after the uses of its sizes.
+    """
     value = binding.value
     if isinstance(value, (relax.If, relax.Function)) or op_name(value) in IN_PLACE:
         return False
-    return not isinstance(value, relax.Call) or (isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity")))
+    return not isinstance(value, relax.Call) or calls_pure_op(value)
 
 
 def with_split_blocks(expr: relax.Expr, cut: set[relax.Var]) -> relax.Expr:
@@ -326,15 +363,10 @@ def with_shared_variables(blocks: list[relax.BindingBlock]) -> list[relax.Bindin
                     new.setdefault(var, relax.Var(var.name, var.ty))
     if not new:
         return blocks
-
-    def renamed(binding: relax.Binding) -> relax.Binding:
-        value = structural_map(binding.value, (relax.Var, lambda var: new.get(var, var)))
-        var = new.get(binding.var, binding.var)
-        if isinstance(binding, relax.MatchCast):
-            return relax.MatchCast(var, value, binding.ty, binding.span)
-        return relax.VarBinding(var, value, binding.span)
-
-    return [type(block)([renamed(binding) for binding in block.bindings], block.span) for block in blocks]
+    return [
+        type(block)([rebound(b, new.get(b.var, b.var), replaced(b.value, new)) for b in block.bindings], block.span)
+        for block in blocks
+    ]
 
 
 def with_root_blocks(mod: tvm.IRModule) -> tvm.IRModule:

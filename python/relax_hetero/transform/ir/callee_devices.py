@@ -9,6 +9,7 @@ from tvm import relax
 from tvm_ffi import structural_map
 
 from ...target.native_target import native
+from ...tir.core.walks import replaced
 from .rewriting import copy_module, map_bindings, relax_functions, typed, walk_bindings, with_functions
 
 
@@ -67,7 +68,7 @@ def _with_function_variables(mod: tvm.IRModule, change: Callable[[relax.FuncType
             for var in (*func.params, *(binding.var for binding in walk_bindings(func)))
             if _has_function(var.ty)
         }
-        functions[gv] = structural_map(func, (relax.Var, lambda var, new=new: new.get(var, var))) if new else func
+        functions[gv] = replaced(func, new)
     return with_functions(mod, functions)
 
 
@@ -95,7 +96,7 @@ def _with_callee_types(
     functions = {renamed.get(gv, gv): func for gv, func in mod.functions.items()}
     for gv, func in functions.items():
         if isinstance(func, relax.Function):
-            functions[gv] = structural_map(func, (tvm.ir.GlobalVar, lambda old: renamed.get(old, old)))
+            functions[gv] = replaced(func, renamed, tvm.ir.GlobalVar)
     return copy_module(mod, functions)
 
 

@@ -14,13 +14,13 @@ Readers, and `remarks.kernel_nodes`, use the name to identify the value of the m
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import tvm
 from tvm import relax
-from tvm_ffi import structural_map
 
+from ...tir.core.walks import replaced
 from .rewriting import handle, is_tensor_constant, relax_functions, walk_bindings, with_functions
 
 _Value: TypeAlias = "int | str | tuple[_Value, ...] | None"
@@ -41,13 +41,9 @@ def with_fused_names(before: tvm.IRModule, after: tvm.IRModule) -> tuple[tvm.IRM
         if gv.name_hint in old:
             values = _Values(old[gv.name_hint])
             names = values.names_in(func, after)
-            functions[gv] = structural_map(func, (relax.Var, _replacing(names))) if names else func
+            functions[gv] = replaced(func, names)
             inside.update(((gv.name_hint, name), within) for name, within in values.inside.items())
     return with_functions(after, functions), inside
-
-
-def _replacing(names: Mapping[relax.Var, relax.Var]) -> Callable[[relax.Var], relax.Var]:
-    return lambda var: names.get(var, var)
 
 
 class _Values:

@@ -30,8 +30,8 @@ from collections.abc import Callable, Container
 
 import tvm
 from tvm import relax
-from tvm_ffi import structural_map
 
+from ...tir.core.walks import replaced
 from .blocks import used_vars, with_split_blocks
 from .callee_devices import with_callee_devices
 from .declare import declare_pass
@@ -63,29 +63,17 @@ KeepUnreadCalls = declare_pass("KeepUnreadCalls", keep_unread_calls)
 
 
 class _UnreadCalls:
-    """The calls, variables and functions of a module that have to become impure.
-
-    Attributes
-    ----------
-    opaque : set
-        Functions that are impure, or call code outside of the module, directly or indirectly.
-    rewritten : set of relax.Var
-        Results of calls of packed functions and closures.
-    into_results : set of relax.Var
-        The subset of `rewritten` whose packed function writes into memory that the caller passes.
-    variables : set of relax.Var
-        Parameters and other variables of function type.
-    functions : set of str
-        Names of functions of the module.
-    """
+    """The calls, variables and functions of a module that have to become impure."""
 
     def __init__(self, mod: tvm.IRModule) -> None:
         self.mod = mod
+        # Functions that are impure, or call code outside of the module, directly or indirectly.
         self.opaque = {gv.name_hint for gv, func in relax_functions(mod) if not func.is_pure}
-        self.rewritten: set[relax.Var] = set()
+        self.rewritten: set[relax.Var] = set()  # results of calls of packed functions and closures
+        # The subset of `rewritten` whose packed function writes into memory that the caller passes.
         self.into_results: set[relax.Var] = set()
-        self.variables: set[relax.Var] = set()
-        self.functions: set[str] = set()
+        self.variables: set[relax.Var] = set()  # parameters and other variables of function type
+        self.functions: set[str] = set()  # names of functions of the module
         # Declared pure, whatever they call.
         self._forced = {gv.name_hint for gv, func in relax_functions(mod) if func.attrs.get("relax.force_pure")}
         self._values: dict[relax.Var, relax.Expr] = {}
@@ -212,7 +200,7 @@ class _UnreadCalls:
         cut = {binding.var for binding in walk_bindings(func) if self._has_effect(binding)}
         func = with_body(func, with_split_blocks(func.body, cut - self.into_results))
         new = {var: type(var)(var.name, _impure(var.ty)) for var in impure}
-        func = structural_map(func, (relax.Var, lambda var: new.get(var, var)))
+        func = replaced(func, new)
         is_pure = func.is_pure and gv.name_hint not in self.functions
         return relax.Function(list(func.params), func.body, func.ret_ty, is_pure, func.attrs, func.span)
 

@@ -19,6 +19,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map
 
+from ...tir.core.walks import replaced
 from .requirements import DIVISIONS
 from .rewriting import relax_functions, walk_bindings, with_functions
 
@@ -50,15 +51,10 @@ def named_sizes(bindings: Iterable[relax.Binding]) -> tuple[set[relax.Var], dict
                 calls[binding.var] = shape.values[0]
         elif isinstance(binding, relax.MatchCast) and value in calls:
             casts |= {value, binding.var}
-            expansion = expanded(calls[value], values)
+            expansion = replaced(calls[value], values)
             if not is_long(expansion):
                 values[binding.ty.values[0]] = expansion
     return casts, values
-
-
-def expanded(part: Any, values: dict[tirx.Var, tvm.ir.Expr]) -> Any:
-    """An expression, a type or a function with names replaced by values."""
-    return structural_map(part, (tvm.ir.Var, lambda var: values.get(var, var))) if values else part
 
 
 def with_values(mod: tvm.IRModule) -> tvm.IRModule:
@@ -73,7 +69,7 @@ def with_values(mod: tvm.IRModule) -> tvm.IRModule:
                 return type(block)(bindings, block.span)
 
             kinds = [(kind, without_names) for kind in (relax.BindingBlock, relax.DataflowBlock)]
-            functions[gv] = expanded(structural_map(func, kinds), values)
+            functions[gv] = replaced(structural_map(func, kinds), values)
     return with_functions(mod, functions) if functions else mod
 
 

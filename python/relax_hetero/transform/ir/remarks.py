@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_type_hints
 
 import tvm
 from tvm import relax
@@ -25,6 +25,7 @@ from ...artifact.checks import CheckSpec
 from ...artifact.commands import SingleCall
 from ...artifact.model_graph import CONSTANT, INPUT, KINDS, OP, OUTPUT, FunctionGraph, ModelGraph
 from ...artifact.schedule import Schedule
+from ...artifact.typed_data import from_data, to_data
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS
 from ...target.vdevice import device_name, vdevices_of
 from .blocks import used_vars
@@ -190,7 +191,7 @@ class _Kernels:
         return {var: tuple(sorted(nodes)) for var, nodes in nodes_by_kernel.items()}
 
 
-Aliases: TypeAlias = "dict[str, dict[str, list[str]]]"
+Aliases: TypeAlias = dict[str, dict[str, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -226,34 +227,7 @@ class Remarks:
                     for entry, reason in reasons
                 ]
             )
-        return {name: None if value is None else _FORMATS[name].write(value) for name, value in values.items()}
-
-
-@dataclass(frozen=True)
-class _Format:
-    """Conversion of a field of the record to JSON data, and back."""
-
-    write: Callable[[Any], Any]
-    read: Callable[[Any], Any]
-
-
-_FORMATS = {
-    "placement": _Format(lambda report: report.to_data(), PlacementReport.from_data),
-    "placement_estimate": _Format(lambda data: data, lambda data: data),
-    "encodings": _Format(lambda report: report.to_data(), EncodingReport.from_data),
-    "fusions": _Format(lambda report: report.to_data(), FusionReport.from_data),
-    "single_calls": _Format(
-        lambda calls: [vars(call) for call in calls], lambda data: tuple(SingleCall(**d) for d in data)
-    ),
-    "schedules": _Format(lambda all_: [s.to_json() for s in all_], lambda data: tuple(map(Schedule.from_json, data))),
-    "checks": _Format(
-        lambda checks: [vars(check) for check in checks], lambda data: tuple(CheckSpec(**d) for d in data)
-    ),
-    "shardings": _Format(lambda reasons: reasons, lambda data: data),
-    "origins": _Format(lambda names: names, lambda data: data),
-    "graph": _Format(lambda graph: graph.to_json(), ModelGraph.from_json),
-    "aliases": _Format(lambda names: names, lambda data: data),
-}
+        return {name: to_data(value) for name, value in values.items()}
 
 
 def _attribute(name: str) -> str:
@@ -262,7 +236,7 @@ def _attribute(name: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _read(name: str, text: str) -> Any:
-    return _FORMATS[name].read(json.loads(text))
+    return from_data(get_type_hints(Remarks)[name], json.loads(text))
 
 
 def remarks_of(mod: tvm.IRModule) -> Remarks:
@@ -276,7 +250,7 @@ def with_remarks(mod: tvm.IRModule, **remarks: Any) -> tvm.IRModule:
     """Set some fields of the module's record; None removes a field."""
     for name, value in remarks.items():
         if value is not None:
-            mod = mod.with_attr(_attribute(name), json.dumps(_FORMATS[name].write(value)))
+            mod = mod.with_attr(_attribute(name), json.dumps(to_data(value)))
         elif mod.attrs and _attribute(name) in mod.attrs:
             mod = mod.without_attr(_attribute(name))
     return mod

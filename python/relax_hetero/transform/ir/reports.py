@@ -6,9 +6,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ...artifact.typed_data import fields_data, fields_from_data, from_data, to_data
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Report:
+    """A report of passes, as JSON and from it."""
+
+    __slots__ = ()
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_data())
+
+    def to_data(self) -> Any:
+        """The report as JSON data: lists of its entries by name."""
+        return fields_data(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Parameters
+        ----------
+        text : str
+            JSON text.
+        """
+        return cls.from_data(json.loads(text))
+
+    @classmethod
+    def from_data(cls, data: Any) -> Self:
+        """Read what `to_data` made.
+
+        Parameters
+        ----------
+        data : mapping of str to list
+            Report as JSON data.
+        """
+        report: Self = fields_from_data(cls, data)
+        return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +87,7 @@ class PlacementEntry:
 
 
 @dataclass(slots=True)
-class PlacementReport:
+class PlacementReport(Report):
     """The entries of one `RealizeVDevice` run, in program order.
 
     Attributes
@@ -57,27 +98,13 @@ class PlacementReport:
 
     entries: list[PlacementEntry] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """The report as a JSON array of objects."""
-        return json.dumps(self.to_data())
-
     def to_data(self) -> list[dict[str, Any]]:
-        """The report as JSON data."""
-        return [_data(entry) for entry in self.entries]
+        """The report as JSON data: a list of its entries."""
+        data: list[dict[str, Any]] = to_data(self.entries)
+        return data
 
-    @staticmethod
-    def from_json(text: str) -> PlacementReport:
-        """Read what `to_json` wrote.
-
-        Parameters
-        ----------
-        text : str
-            JSON text.
-        """
-        return PlacementReport.from_data(json.loads(text))
-
-    @staticmethod
-    def from_data(data: Iterable[Mapping[str, Any]]) -> PlacementReport:
+    @classmethod
+    def from_data(cls, data: Any) -> PlacementReport:
         """Read what `to_data` made.
 
         Parameters
@@ -85,7 +112,7 @@ class PlacementReport:
         data : iterable of mapping of str to object
             List of entries as JSON data.
         """
-        return PlacementReport([PlacementEntry(**entry) for entry in data])
+        return cls(from_data(list[PlacementEntry], data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +142,7 @@ class MissedFusion:
 
 
 @dataclass(slots=True)
-class FusionReport:
+class FusionReport(Report):
     """The kernel calls of a module, and its missed fusions, in program order.
 
     Attributes
@@ -128,25 +155,6 @@ class FusionReport:
 
     dispatches: list[DispatchEntry] = field(default_factory=list)
     missed: list[MissedFusion] = field(default_factory=list)
-
-    def to_data(self) -> dict[str, Any]:
-        """The report as JSON data."""
-        return {name: [_data(entry) for entry in getattr(self, name)] for name in self.__slots__}
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> FusionReport:
-        """Read what `to_data` made.
-
-        Parameters
-        ----------
-        data : mapping of str to object
-            Report as JSON data.
-        """
-        dispatches = [
-            DispatchEntry(**{**entry, "ops": tuple(entry["ops"]), "nodes": tuple(entry.get("nodes", ()))})
-            for entry in data["dispatches"]
-        ]
-        return FusionReport(dispatches, [MissedFusion(**entry) for entry in data["missed"]])
 
 
 Size = int | str
@@ -216,7 +224,7 @@ class EncodedTransferEntry:
 
 
 @dataclass(slots=True)
-class EncodingReport:
+class EncodingReport(Report):
     """The encoded ops of a module, its encoded transfers and its cancelled encodings, in program order.
 
     Attributes
@@ -232,47 +240,3 @@ class EncodingReport:
     ops: list[EncodedOpEntry] = field(default_factory=list)
     transfers: list[EncodedTransferEntry] = field(default_factory=list)
     cancelled: list[CancelledEntry] = field(default_factory=list)
-
-    def to_json(self) -> str:
-        """The report as a JSON object."""
-        return json.dumps(self.to_data())
-
-    def to_data(self) -> dict[str, Any]:
-        """The report as JSON data."""
-        return {name: [_data(entry) for entry in getattr(self, name)] for name in self.__slots__}
-
-    @staticmethod
-    def from_json(text: str) -> EncodingReport:
-        """Read what `to_json` wrote.
-
-        Parameters
-        ----------
-        text : str
-            JSON text.
-        """
-        return EncodingReport.from_data(json.loads(text))
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> EncodingReport:
-        """Read what `to_data` made.
-
-        Parameters
-        ----------
-        data : mapping of str to object
-            Report as JSON data.
-        """
-        return EncodingReport(
-            [
-                EncodedOpEntry(**{**entry, "operands": tuple(OperandEntry(**operand) for operand in entry["operands"])})
-                for entry in data["ops"]
-            ],
-            [EncodedTransferEntry(**entry) for entry in data["transfers"]],
-            [CancelledEntry(**entry) for entry in data["cancelled"]],
-        )
-
-
-def _data(entry: Any) -> Any:
-    """An entry as JSON data, which lacks tuples."""
-    if isinstance(entry, tuple):
-        return [_data(item) for item in entry]
-    return {item.name: _data(getattr(entry, item.name)) for item in fields(entry)} if is_dataclass(entry) else entry

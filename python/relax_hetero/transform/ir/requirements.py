@@ -9,9 +9,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import StructuralKey, structural_walk
+from tvm_ffi import StructuralKey
 
 from ...op.require import is_requirement
+from ...tir.core.walks import nodes
 from .rewriting import tensor_types
 
 MAX_EXTENT = 2**62
@@ -90,22 +91,13 @@ def requirement_positions(bindings: Sequence[relax.Binding]) -> set[int]:
 
 def symbols_in(expr: Any) -> list[tirx.Var]:
     """The symbolic sizes of an expression, or of a type, each once, in order."""
-    symbols: dict[tirx.Var, None] = {}
-    structural_walk(expr, (tvm.ir.Var, lambda var: symbols.setdefault(var)))
-    return list(symbols)
+    return list(dict.fromkeys(nodes(expr, tvm.ir.Var)))
 
 
 def divisors_in(expr: Any) -> list[Any]:
     """The divisors in an expression of sizes that are not numbers, in order; none in an int."""
-    divisors: list[Any] = []
-
-    def visit_division(division: Any) -> None:
-        if not isinstance(division.b, tirx.IntImm):
-            divisors.append(division.b)
-
-    if not isinstance(expr, int):
-        structural_walk(expr, (DIVISIONS, visit_division))
-    return divisors
+    divisions = [] if isinstance(expr, int) else nodes(expr, *DIVISIONS)
+    return [division.b for division in divisions if not isinstance(division.b, tirx.IntImm)]
 
 
 def sizes_of_parameters(func: relax.Function) -> set[tirx.Var]:

@@ -6,13 +6,14 @@ device of n-ary ops. These walks rebuild only the expressions that change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map, structural_walk
+
+from ...tir.core.walks import nodes, replaced
 
 BindingMap = Callable[[relax.Binding], "relax.Binding | list[relax.Binding]"]
 
@@ -95,7 +96,7 @@ def with_body(func: relax.Function, body: relax.Expr, params: list[relax.Var] | 
 def with_fresh_sizes(func: relax.Function) -> relax.Function:
     """The function with symbolic sizes of its own: TVM requires that functions share none."""
     fresh = {var: tirx.Var(var.name, var.ty.dtype) for var in relax.analysis.defined_symbolic_vars(func)}
-    return structural_map(func, (tvm.ir.Var, lambda var: fresh.get(var, var))) if fresh else func
+    return replaced(func, fresh)
 
 
 def with_distinct_sizes(mod: tvm.IRModule) -> tvm.IRModule:
@@ -103,21 +104,14 @@ def with_distinct_sizes(mod: tvm.IRModule) -> tvm.IRModule:
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in relax_functions(mod):
         used: set[str] = set()
-        symbols: dict[tirx.Var, None] = {}
-        for param in func.params:  # these keep their names
-            structural_walk(param.ty, (tvm.ir.Var, symbols.setdefault))
+        symbols = [symbol for param in func.params for symbol in nodes(param.ty, tvm.ir.Var)]  # these keep their names
         fresh = {}
         for var in dict.fromkeys([*symbols, *relax.analysis.defined_symbolic_vars(func)]):
             name = fresh_name(str(var.name), used)
             if name != var.name:
                 fresh[var] = tirx.Var(name, var.ty.dtype)
-        if fresh:
-            functions[gv] = structural_map(func, (tvm.ir.Var, _lookup(fresh)))
+        functions[gv] = replaced(func, fresh)
     return with_functions(mod, functions)
-
-
-def _lookup(fresh: dict[Any, Any]) -> Callable[[Any], Any]:
-    return lambda var: fresh.get(var, var)
 
 
 def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:
@@ -158,6 +152,19 @@ def map_nested(binding: relax.Binding, change: Callable[[relax.Expr], relax.Expr
     return binding
 
 
+def rebound(binding: relax.Binding, var: relax.Var, value: relax.Expr) -> relax.Binding:
+    """A binding of another variable to another value, with the same check if it is a match_cast."""
+    if isinstance(binding, relax.MatchCast):
+        return relax.MatchCast(var, value, binding.ty, binding.span)
+    return relax.VarBinding(var, value, binding.span)
+
+
+def calls_pure_op(value: relax.Expr) -> bool:
+    """Return whether a value is a call of an op that only computes its result."""
+    is_op = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
+    return is_op and bool(value.op.get_attr("FPurity"))
+
+
 def typed(expr: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
     """Set the type of `expr`, which must be new: constructors leave SeqExpr and If without one."""
     relax.expr._update_type(expr, ty)
@@ -186,9 +193,7 @@ def is_tensor_constant(expr: relax.Expr) -> bool:
 
 def global_vars_in(body: tvm.ir.Expr | tirx.Stmt) -> list[tvm.ir.GlobalVar]:
     """The global variables in a body, in order, each once."""
-    gvs: dict[tvm.ir.GlobalVar, None] = {}
-    structural_walk(body, (tvm.ir.GlobalVar, lambda gv: gvs.setdefault(gv)))
-    return list(gvs)
+    return list(dict.fromkeys(nodes(body, tvm.ir.GlobalVar)))
 
 
 def tensor_types(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:
@@ -212,17 +217,28 @@ def op_name(value: relax.Expr) -> str | None:
     return None
 
 
+def integers_of(expr: relax.Expr) -> list[int] | None:
+    """The integers of a tuple or a shape; None for other expressions, or if any is symbolic."""
+    if not isinstance(expr, (relax.Tuple, relax.ShapeExpr)):
+        return None
+    values = expr.fields if isinstance(expr, relax.Tuple) else expr.values
+    return [int(value) for value in values] if all(isinstance(value, tirx.IntImm) for value in values) else None
+
+
 def with_vdevice(ty: relax.TensorType, vdevice: relax.VDevice | None) -> relax.TensorType:
     """A tensor type on another device, or without a device."""
     ndim = -1 if ty.shape is not None else int(ty.ndim)
     return relax.TensorType(ty.shape, ty.dtype, vdevice, ndim, ty.span)
 
 
-def with_fields(attrs: tvm.ir.Attrs, **fields: Any) -> tvm.ir.Attrs:
-    """The attributes of an op with some of them replaced."""
-    info = type(attrs).__tvm_ffi_type_info__
-    values = {field.name: getattr(attrs, field.name) for field in info.fields}
-    return tvm.ir.make_node(info.type_key, **{**values, **fields})
+def with_args(call: relax.Call, args: Sequence[relax.Expr], **attributes: Any) -> relax.Call:
+    """A call of the same op or function with other arguments, and some attributes replaced; it has no type yet."""
+    attrs = call.attrs
+    if attributes:
+        info = type(attrs).__tvm_ffi_type_info__
+        values = {field.name: getattr(attrs, field.name) for field in info.fields}
+        attrs = tvm.ir.make_node(info.type_key, **{**values, **attributes})
+    return relax.Call(call.op, list(args), attrs, call.ty_args, call.span)
 
 
 def handle(obj: Any) -> int:

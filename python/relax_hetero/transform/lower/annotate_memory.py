@@ -38,10 +38,9 @@ from ...artifact.memory_spec import (
     Live,
     RegionStep,
     StorageSpec,
-    memory_from_json,
-    memory_to_json,
 )
 from ...artifact.signature import Dim
+from ...artifact.typed_data import from_data, to_data
 from ...target.vdevice import vdevice_index, vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.extents import NoTextError, dim_text
@@ -63,7 +62,7 @@ def annotate_memory(mod: tvm.IRModule) -> tvm.IRModule:
     functions = dict(mod.functions.items())
     for gv, func in relax_functions(mod):
         memory = function_memory(gv.name_hint, func, mod, regions)
-        functions[gv] = func.with_attr(MEMORY, json.dumps(memory_to_json(memory)))
+        functions[gv] = func.with_attr(MEMORY, json.dumps(to_data(memory)))
     return copy_module(mod, functions)
 
 
@@ -73,7 +72,7 @@ AnnotateMemory = declare_pass("AnnotateMemory", annotate_memory)
 def memory_of(mod: tvm.IRModule) -> tuple[FunctionMemory, ...]:
     """Memory that the functions of a module allocate, as `AnnotateMemory` recorded it."""
     texts = [func.attrs[MEMORY] for _, func in relax_functions(mod) if MEMORY in func.attrs]
-    return tuple(memory_from_json(json.loads(str(text))) for text in texts)
+    return tuple(from_data(FunctionMemory, json.loads(str(text))) for text in texts)
 
 
 def function_memory(

@@ -30,14 +30,15 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import StructuralKey, VisitInterrupt, structural_map, structural_walk
+from tvm_ffi import StructuralKey, structural_map
 
 from ...artifact.checks import CheckSpec
 from ...tir.checks import REFUSE
+from ...tir.core.walks import nodes, replaced
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, DIVISORS_CHECKED
 from ..ir.remarks import remarks_of, with_remarks
-from ..ir.requirements import DIVISIONS
+from ..ir.requirements import DIVISIONS, divisors_in
 from ..ir.rewriting import with_functions
 
 
@@ -82,16 +83,14 @@ def _guarded(mod: tvm.IRModule, func: tirx.PrimFunc, name: str, checks: list[Che
         callee = mod.functions.get(gv)
         return _divisors(callee) if isinstance(callee, tirx.PrimFunc) else []
 
-    def visit_call(call: tvm.ir.Call) -> None:
+    for call in nodes(func.body, tvm.ir.Call):
         if not isinstance(call.op, tvm.ir.GlobalVar) or not divisors_of(call.op):
-            return
+            continue
         params = mod[call.op].params
         arguments = {param: arg for param, arg in zip(params, call.args, strict=True) if not is_buffer_var(param)}
         for key in divisors_of(call.op):
-            divisor = structural_map(key.key, (tvm.ir.Var, lambda var: arguments.get(var, var)))
-            divisors.setdefault(StructuralKey(divisor), f"a size in kernel {call.op.name_hint}")
-
-    structural_walk(func.body, (tvm.ir.Call, visit_call))
+            where = f"a size in kernel {call.op.name_hint}"
+            divisors.setdefault(StructuralKey(replaced(key.key, arguments)), where)
     body = func.body
     for key, where in reversed(divisors.items()):
         # The body is the else branch: TVM hoists common subexpressions before the statements that use them.
@@ -107,14 +106,8 @@ def _divisors(func: tirx.PrimFunc) -> list[StructuralKey]:
     sizes = _sizes(func)
     if not sizes:
         return []
-    divisors: dict[StructuralKey, None] = {}
-
-    def visit_division(division: Any) -> None:
-        if _divides_sizes(division, sizes):
-            divisors.setdefault(StructuralKey(division.b))
-
-    structural_walk(func.body, (DIVISIONS, visit_division))
-    return list(divisors)
+    divisions = [division for division in nodes(func.body, *DIVISIONS) if _divides_sizes(division, sizes)]
+    return list(dict.fromkeys(StructuralKey(division.b) for division in divisions))
 
 
 def _with_guarded_stores(func: tirx.PrimFunc, checks: list[CheckSpec]) -> tirx.PrimFunc | None:
@@ -123,15 +116,8 @@ def _with_guarded_stores(func: tirx.PrimFunc, checks: list[CheckSpec]) -> tirx.P
 
     def store(statement: tirx.BufferStore) -> tirx.Stmt:
         nonlocal has_changed
-        divisors: dict[StructuralKey, None] = {}
-
-        def visit_division(division: Any) -> None:
-            if not isinstance(division.b, tirx.IntImm):
-                divisors.setdefault(StructuralKey(division.b))
-
-        structural_walk(statement.value, (DIVISIONS, visit_division))
         guarded: tirx.Stmt = statement
-        for key in divisors:
+        for key in dict.fromkeys(map(StructuralKey, divisors_in(statement.value))):
             guarded = _guard(key.key, "a size", checks, guarded)
             has_changed = True
         return guarded
@@ -154,8 +140,7 @@ def _sizes(func: tirx.PrimFunc) -> set[tirx.Var]:
     sizes: set[tirx.Var] = set()
     for param in func.params:
         if is_buffer_var(param):
-            for extent in param.ty.shape:
-                structural_walk(extent, (tvm.ir.Var, sizes.add))
+            sizes.update(var for extent in param.ty.shape for var in nodes(extent, tvm.ir.Var))
         elif isinstance(param.ty, tvm.ir.PrimType):
             sizes.add(param)
     return sizes
@@ -165,9 +150,4 @@ def _divides_sizes(division: Any, sizes: set[tirx.Var]) -> bool:
     """Return whether a division has only sizes and numbers as operands, and a divisor that is not a constant."""
     if isinstance(division.b, tirx.IntImm) or not str(division.ty.dtype).startswith("int"):
         return False
-
-    def visit_var(var: tvm.ir.Var) -> VisitInterrupt | None:
-        return None if var in sizes else VisitInterrupt(var)
-
-    visitors = [((TensorLoad, tvm.ir.Call), VisitInterrupt), (tvm.ir.Var, visit_var)]
-    return structural_walk(division, visitors) is None
+    return not nodes(division, TensorLoad, tvm.ir.Call) and sizes.issuperset(nodes(division, tvm.ir.Var))

@@ -14,11 +14,13 @@ After::
     alloc_1 = R.memory.alloc_tensor(storage, 0, ...)
     cls.main_commands(x, addresses, state, alloc)
     cls.main_commands_1(x_1, addresses_1, state_1, alloc_1)
+    R.call_packed("relax_hetero.await_launches")
     R.memory.kill_tensor(addresses)
 
-Kernels of the first GPU wait for those of the others, so the host allocates before it launches any of them. Only
-allocations move before launches, and each GPU has at most one of the launches that then follow one another: memory that
-is released between two launches of the same GPU is released before the second one, as without this pass.
+Kernels of the first GPU wait for those of the others, so the host allocates before it launches any of them, and waits
+for launches that threads of the GPUs make (`vm.device.graph_launches`) after the last one. Only allocations move before
+launches, and each GPU has at most one of the launches that then follow one another: memory that is released between two
+launches of the same GPU is released before the second one, as without this pass.
 
 Assumes PlanMemoryPerDevice and KillAfterLastUse. Functions without memory that GPUs of a mesh share stay as they are. A
 second run changes nothing.
@@ -30,7 +32,7 @@ import tvm
 from tvm import relax
 
 from ...artifact.nccl_layout import NCCL_MEMORY
-from ...artifact.peer_layout import PEER_MEMORY
+from ...artifact.peer_layout import AWAIT_LAUNCHES, PEER_MEMORY
 from ..ir.blocks import Block, rewrite_function
 from ..ir.declare import declare_pass
 from ..ir.rewriting import op_name, relax_functions, walk_bindings, with_functions
@@ -59,9 +61,19 @@ LaunchTogether = declare_pass("LaunchTogether", launch_together)
 
 def _is_shared(binding: relax.Binding) -> bool:
     """Return whether a binding asks for memory that the GPUs of a mesh share."""
-    value = binding.value
-    is_packed = isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)
-    return is_packed and str(value.op.global_symbol) in (PEER_MEMORY, NCCL_MEMORY)
+    return _callee(binding) in (PEER_MEMORY, NCCL_MEMORY)
+
+
+def _callee(binding: relax.Binding) -> str:
+    """Name of the packed function that a binding calls; empty for other bindings."""
+    function = getattr(binding.value, "op", None)
+    return str(function.global_symbol) if isinstance(function, relax.ExternFunc) else ""
+
+
+def _await_launches() -> relax.Binding:
+    empty = tvm.ir.TupleType([])
+    call = relax.Call(relax.ExternFunc(AWAIT_LAUNCHES), [], None, [empty], ret_ty=empty)
+    return relax.VarBinding(relax.Var("_", empty), call)
 
 
 def _together(block: Block, devices: dict[str, int]) -> list[relax.Binding] | None:
@@ -71,12 +83,14 @@ def _together(block: Block, devices: dict[str, int]) -> list[relax.Binding] | No
     launched: set[int] = set()
 
     def flush() -> None:
-        result.extend([*launches, *after])
+        result.extend([*launches, *([_await_launches()] if launches else []), *after])
         for pending in (launches, after, launched):
             pending.clear()
 
     for binding in block.bindings:
         value = binding.value
+        if _callee(binding) == AWAIT_LAUNCHES:
+            continue
         device = devices.get(value.op.name_hint) if isinstance(getattr(value, "op", None), tvm.ir.GlobalVar) else None
         if device is not None:
             if device in launched:
@@ -90,4 +104,4 @@ def _together(block: Block, devices: dict[str, int]) -> list[relax.Binding] | No
                 flush()
             result.append(binding)
     flush()
-    return None if all(new is old for new, old in zip(result, block.bindings, strict=True)) else result
+    return result if any(_callee(binding) == AWAIT_LAUNCHES for binding in result) else None

@@ -40,6 +40,7 @@ from tvm_ffi import StructuralKey, structural_map
 from ...errors import BuildError
 from ...op.require import is_requirement
 from ...target.vdevice import is_cpu
+from ...tir.core.walks import replaced
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import DIVISORS_CHECKED
 from ..ir.requirements import (
@@ -271,14 +272,12 @@ def guard_function(
         for size in requirement.sizes:
             origin = f" is {origins[size]}" if size in origins else ""
             values += [tvm.ir.StringImm(f"{size.name}{origin}"), params[size]]
-        substitution = tvm.ir.Var, lambda var: params.get(var, var)
         texts: list[Any] = [tvm.ir.StringImm(function), tvm.ir.StringImm(requirement.message)]
         if isinstance(requirement, Allocation):
-            refuse = tirx.call_packed(REFUSE_BYTES, *texts, structural_map(requirement.nbytes, substitution), *values)
+            refuse = tirx.call_packed(REFUSE_BYTES, *texts, replaced(requirement.nbytes, params), *values)
         else:
             refuse = tirx.call_packed(REFUSE, *texts, *values)
-        condition = structural_map(requirement.condition, substitution)
-        checks += _unless(condition, tirx.Evaluate(refuse))
+        checks += _unless(replaced(requirement.condition, params), tirx.Evaluate(refuse))
     return tirx.PrimFunc([params[size] for size in sizes], tirx.SeqStmt(checks) if len(checks) != 1 else checks[0])
 
 

@@ -27,10 +27,10 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map, structural_walk
 
 from ...errors import BuildError
 from ...target.vdevice import vdevices_of
+from ...tir.core.walks import replaced
 from ..ir.blocks import with_root_blocks
 from ..ir.callee_devices import with_written_results, without_callee_devices
 from ..ir.declare import declare_pass
@@ -38,6 +38,7 @@ from ..ir.module_attrs import is_lowered, mark_lowered
 from ..ir.rewriting import (
     copy_module,
     fresh_global_var,
+    global_vars_in,
     map_bindings,
     op_name,
     relax_functions,
@@ -168,20 +169,12 @@ def keep_private_kernels(mod: tvm.IRModule) -> tvm.IRModule:
         functions[private[gv]] = functions[gv].without_attr("global_symbol")
     for gv, func in functions.items():
         if isinstance(func, tirx.PrimFunc):
-            body = structural_map(func.body, (tvm.ir.GlobalVar, lambda callee: private.get(callee, callee)))
-            functions[gv] = func.with_body(body)
+            functions[gv] = func.with_body(replaced(func.body, private, tvm.ir.GlobalVar))
     return copy_module(mod, functions)
 
 
 def _callees(mod: tvm.IRModule, kind: type[Any]) -> dict[tvm.ir.GlobalVar, None]:
     """The PrimFuncs that functions of a kind refer to, in order."""
-    callees: dict[tvm.ir.GlobalVar, None] = {}
-
-    def visit_gv(gv: tvm.ir.GlobalVar) -> None:
-        if isinstance(mod.functions.get(gv), tirx.PrimFunc):
-            callees[gv] = None
-
-    for _, func in sorted(mod.functions.items(), key=lambda pair: pair[0].name_hint):
-        if isinstance(func, kind):
-            structural_walk(func.body, (tvm.ir.GlobalVar, visit_gv))
-    return callees
+    functions = sorted(mod.functions.items(), key=lambda pair: pair[0].name_hint)
+    callees = [gv for _, func in functions if isinstance(func, kind) for gv in global_vars_in(func.body)]
+    return dict.fromkeys(gv for gv in callees if isinstance(mod.functions.get(gv), tirx.PrimFunc))

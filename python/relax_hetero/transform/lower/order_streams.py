@@ -33,7 +33,7 @@ from tvm import relax
 
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
-from ..ir.rewriting import map_bindings, op_name, relax_functions, walk_bindings, with_functions
+from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, walk_bindings, with_args, with_functions
 from ..ir.tensor_aliases import is_view
 from .lower_transfers import STREAM_TO_DEVICE, STREAMED
 
@@ -74,7 +74,7 @@ def _ordered(func: relax.Function, mod: tvm.IRModule) -> relax.Function:
             if used and (is_view(value) or isinstance(value, relax.Var)):
                 storages[binding.var] = used[0]
             return binding
-        call = relax.Call(value.op, operands, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
+        call = typed(with_args(value, operands), value.ty)
         return relax.VarBinding(binding.var, call, binding.span)
 
     return map_bindings(func, change)

@@ -35,7 +35,6 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_walk
 
 from ...artifact.metadata import CPU
 from ...target.backend import backend_of
@@ -44,7 +43,8 @@ from ...tir.core.builder import plain_extent
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
 from ..ir.kernels import bytes_of_extents
-from ..ir.rewriting import map_bindings, op_name, relax_functions, with_functions
+from ..ir.requirements import symbols_in
+from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..record.plan_arena import Lifetime, groups_by_unit, overlaps_of
 from .lower_transfers import STREAM_TO_DEVICE, is_lowered_transfer
@@ -67,8 +67,7 @@ def size_of(alloc: relax.Call, bounds: Mapping[str, int]) -> Any:
     if isinstance(nbytes, int) or not bounds:
         return nbytes
     analyzer = tvm.sym.Analyzer()
-    symbols: dict[tirx.Var, None] = {}
-    structural_walk(nbytes, (tvm.ir.Var, lambda var: symbols.setdefault(var)))
+    symbols = symbols_in(nbytes)
     if any(str(symbol.name) not in bounds for symbol in symbols):
         return nbytes
     for symbol in symbols:
@@ -125,14 +124,10 @@ class _Storage:
             self.is_allocated = True
             size = relax.ShapeExpr([self.nbytes])
             storage = relax.op.memory.alloc_storage(size, device, scope, "uint8")
-            bindings.append(relax.VarBinding(self.var, _call(storage, self.var.ty)))
+            bindings.append(relax.VarBinding(self.var, typed(storage, self.var.ty)))
         tensor = relax.op.memory.alloc_tensor(self.var, 0, shape, dtype, device)
-        bindings.append(relax.VarBinding(binding.var, _call(tensor, binding.var.ty), binding.span))
+        bindings.append(relax.VarBinding(binding.var, typed(tensor, binding.var.ty), binding.span))
         return bindings
-
-
-def _call(call: relax.Call, ty: tvm.ir.Type) -> relax.Call:
-    return relax.Call(call.op, list(call.args), call.attrs, call.ty_args, ret_ty=ty)
 
 
 @dataclass

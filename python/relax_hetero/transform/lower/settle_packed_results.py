@@ -27,7 +27,7 @@ from tvm import relax, tirx
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
 from ..ir.op_names import is_own_function
-from ..ir.rewriting import copy_module, map_bindings, relax_functions, tensor_types, walk_bindings
+from ..ir.rewriting import copy_module, map_bindings, relax_functions, tensor_types, typed, walk_bindings
 
 CHECK_RETURNED = "relax_hetero.check_returned"
 
@@ -83,8 +83,7 @@ def _checked_move(value: relax.Var, result: relax.Var, origin: str) -> list[rela
     if isinstance(ty, relax.TensorType) and ty.vdevice is not None:
         extents = ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else ()
         dims = [int(extent) if isinstance(extent, tirx.IntImm) else -1 for extent in extents]
-        op = relax.op.to_vdevice(value, ty.vdevice)
-        transfer = relax.Call(op.op, list(op.args), op.attrs, ret_ty=ty)
+        transfer = typed(relax.op.to_vdevice(value, ty.vdevice), ty)
         dtype = "" if ty.dtype is None else str(ty.dtype.dtype)
         return [_check(value, origin, -1, int(ty.ndim), dtype, *dims), relax.VarBinding(result, transfer)]
     if not isinstance(ty, tvm.ir.TupleType):

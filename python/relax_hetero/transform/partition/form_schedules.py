@@ -53,6 +53,7 @@ from ..ir.rewriting import (
     fresh_global_var,
     global_vars_in,
     op_name,
+    rebound,
     relax_functions,
     typed,
     walk_bindings,
@@ -107,16 +108,10 @@ def _uses_peers(bindings: Sequence[relax.Binding]) -> bool:
 
 
 class _Cutter:
-    """Cuts one function into steps.
-
-    Attributes
-    ----------
-    functions : dict
-        Functions of the steps, after `schedule`.
-    """
+    """Cuts one function into steps."""
 
     def __init__(self, name: str, func: relax.Function, devices: BindingDevices, used_names: set[str]) -> None:
-        self.functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
+        self.functions: dict[tvm.ir.GlobalVar, relax.Function] = {}  # functions of the steps, after `schedule`
         self._name, self._func, self._devices, self._used_names = name, func, devices, used_names
         bindings = list(walk_bindings(func.body, nested=False))
         positions = requirement_positions(bindings)
@@ -278,10 +273,7 @@ def step_function(
         is_local = is_dataflow and binding.var not in makes
         var = (relax.DataflowVar if is_local else relax.Var)(binding.var.name, binding.var.ty)
         names[binding.var] = var
-        if isinstance(copy, relax.MatchCast):
-            copies.append(relax.MatchCast(var, copy.value, copy.ty, binding.span))
-        else:
-            copies.append(relax.VarBinding(var, copy.value, binding.span))
+        copies.append(rebound(binding, var, copy.value))
     results = [names[var] for var in makes]
     value = results[0] if len(results) == 1 else relax.Tuple(results)
     block = (relax.DataflowBlock if is_dataflow else relax.BindingBlock)(copies)

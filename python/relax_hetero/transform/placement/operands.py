@@ -90,19 +90,6 @@ class Operands:
     """State of a function that is written: replaced variables, and the bindings so far.
 
     Unchanged nodes keep their Python object (TVM makes a new one at every access), so that ``is`` detects changes.
-
-    Attributes
-    ----------
-    out : list of Binding
-        Bindings of the present block.
-    dataflow : bool
-        Whether the present block is a dataflow block.
-    references : iterator of CallRef
-        References to Relax functions in the present binding, in order.
-    notes : list of PlacementNote
-        Notes about transfers and copies, for the report.
-    current : str
-        Variable of the present binding.
     """
 
     def __init__(self, program: Program, unit: Unit, clone: Clone, plan: TransferPlan) -> None:
@@ -115,11 +102,11 @@ class Operands:
         self.needs_transfers = clone.needs_transfers
         self.plan = plan
         self.env: dict[int, relax.Expr] = {}
-        self.out: list[relax.Binding] = []
-        self.dataflow = False
-        self.references: Iterator[CallRef] = iter(())
-        self.notes: list[PlacementNote] = []
-        self.current = "result"
+        self.out: list[relax.Binding] = []  # bindings of the present block
+        self.dataflow = False  # whether the present block is a dataflow block
+        self.references: Iterator[CallRef] = iter(())  # references to Relax functions in the present binding, in order
+        self.notes: list[PlacementNote] = []  # notes about transfers and copies, for the report
+        self.current = "result"  # variable of the present binding
         # Variable on the host of each value that the host produced for another device.
         self.on_host: dict[int, relax.Var] = {}
         self._constants: dict[tuple[int, int], relax.Expr] = {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import tvm
 from tvm import relax, tirx
@@ -11,7 +9,7 @@ from tvm import relax, tirx
 from ...op.traits import TRAITS, ops_where, traits_of
 from ...target.element_types import numpy_dtype
 from ..ir.blocks import shape_of
-from ..ir.rewriting import op_name, tensor_types
+from ..ir.rewriting import op_name, tensor_types, with_args
 
 LOW_TYPES = ("bfloat16", "float16")
 WIDE_TYPE = "float32"
@@ -20,7 +18,6 @@ MIN_TERMS = 8
 """Minimum number of terms of a product that is rounded. Shorter ones gain nothing, and their operands may be positions,
 as in a rotary embedding, which eight bits do not represent."""
 
-_CONVOLUTION_ATTRS = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout", "out_layout")
 
 PRODUCTS = {op: 3 if row.kind == "attention" else 2 for op, row in TRAITS.items() if row.precision == "product"}
 """Ops that are computed in low precision, with the number of their leading operands that are rounded."""
@@ -83,17 +80,9 @@ def _window(shape: list[tirx.Expr], layout: str) -> list[tirx.Expr]:
 def low_product(call: relax.Call, operands: list[relax.Expr], dtype: str) -> tuple[relax.Expr, tvm.ir.Type]:
     """A product of rounded operands, and its type: float32 if the op has an out_dtype, else the low type."""
     name = op_name(call) or ""
-    if name == "relax.matmul":
-        return relax.op.matmul(*operands, out_dtype=WIDE_TYPE), call.ty
-    if traits_of(name).kind == "conv":
-        stock_conv: Callable[..., relax.Expr] = getattr(relax.op.nn, name.rpartition(".")[2])
-        attrs = {key: _plain(getattr(call.attrs, key)) for key in _CONVOLUTION_ATTRS}
-        return stock_conv(*operands, **attrs, out_dtype=WIDE_TYPE), call.ty
-    return relax.Call(call.op, operands, call.attrs), with_dtype(call.ty, dtype)
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, (int, str)) else [int(item) for item in value]  # type: ignore[attr-defined]
+    if name == "relax.matmul" or traits_of(name).kind == "conv":
+        return with_args(call, operands, out_dtype=WIDE_TYPE), call.ty
+    return with_args(call, operands), with_dtype(call.ty, dtype)
 
 
 def low_constant(constant: tvm.ir.GenericConst, dtype: str) -> tvm.ir.GenericConst | None:

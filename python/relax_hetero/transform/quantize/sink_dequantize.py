@@ -37,7 +37,7 @@ from ..ir.blocks import Block, Emitter, renamed, rewrite_blocks, shape_of, tenso
 from ..ir.declare import declare_pass
 from ..ir.op_names import CAST
 from ..ir.relax_expressions import from_expression, to_expression
-from ..ir.rewriting import op_name
+from ..ir.rewriting import op_name, with_args
 from .quantized_operands import is_absorbable, match_dequantize
 
 _MOVE_OPS = MOVES - {*relax_ops("concat split stack hint_on_device")}
@@ -143,7 +143,7 @@ class _Sinker:
         data: relax.Expr = relax.Tuple([source.data for source in sources]) if name == _CONCAT else sources[0].data
         args = [self.replacements.get(arg, arg) if isinstance(arg, relax.Var) else arg for arg in value.args[1:]]
         ty = tensor_type(shape_of(var) or [], str(sources[0].data.ty.dtype), var.ty)
-        result = self.emitter.emit(relax.Call(value.op, [data, *args], value.attrs), ty, var.name)
+        result = self.emitter.emit(with_args(value, [data, *args]), ty, var.name)
         self.dequantized[var] = _Dequantized(result, sources[0].expression)
         return True
 

@@ -82,6 +82,7 @@ from ..ir.rewriting import (
     tensor_types,
     typed,
     walk_bindings,
+    with_args,
     with_body,
     with_functions,
 )
@@ -282,20 +283,12 @@ class LowPrecisionValues:
         Ops, variables and functions that are not changed.
     devices : PrecisionDevices
         Devices whose products are rounded.
-
-    Attributes
-    ----------
-    stored_low : set of relax.Var
-        Values that exist in low precision and are read in it, except for ops in `READ_EXACTLY`.
-    products : set of relax.Var
-        Results of products in low precision.
-    ends : set of relax.Var
-        Results of the function, its branches and local functions, which keep their types.
     """
 
     def __init__(self, func: relax.Function, dtype: str, excluded: NameFilter, devices: PrecisionDevices) -> None:
+        # Values that exist in low precision and are read in it, except for ops in `READ_EXACTLY`.
         self.stored_low: set[relax.Var] = set()
-        self.products: set[relax.Var] = set()
+        self.products: set[relax.Var] = set()  # results of products in low precision
         rounded = cache(lambda key: low_constant(self._constants[key], dtype))
         self._constants: dict[int, tvm.ir.GenericConst] = {}
         self._rounded: Callable[[int], tvm.ir.GenericConst | None] = rounded
@@ -303,6 +296,7 @@ class LowPrecisionValues:
         self._bindings = list(_in_order(func.body))
         self._definitions = {binding.var: binding.value for binding in self._bindings}
         self._positions = {binding.var: position for position, binding in enumerate(self._bindings)}
+        # Results of the function, its branches and local functions, which keep their types.
         self.ends = {var for sequence in [func.body, *_inside(self._bindings)] for var in used_vars(sequence.body)}
         self._readers = Counter(var for binding in self._bindings for var in used_vars(binding.value))
         self._find_products()
@@ -601,7 +595,7 @@ class _Writer:
         var, value = binding.var, binding.value
         if isinstance(value, relax.Call):
             args = [self._narrow(arg) if is_wide(arg.ty) else arg for arg in value.args]
-            value = relax.Call(value.op, args, value.attrs, value.ty_args, value.span)
+            value = with_args(value, args)
         elif isinstance(value, relax.TupleGetItem):
             value = relax.TupleGetItem(self._narrow(value.tuple_value), value.index)
         else:
@@ -654,6 +648,6 @@ class _Writer:
 
     def _emit(self, value: relax.Expr, name: str) -> relax.Var:
         """Bind a value with a type to a new variable."""
-        var = (relax.DataflowVar if self._out.is_dataflow else relax.Var)(name, value.ty)
+        var = self._out.new_var(name, value.ty)
         self._out.bind(var, value)
         return var

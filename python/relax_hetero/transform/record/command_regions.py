@@ -19,9 +19,9 @@ import tvm
 from tvm import relax
 
 from ...target.vdevice import physical
-from ..ir.blocks import Block, used_vars
+from ..ir.blocks import Block, is_without_effect, used_vars
 from ..ir.extents import known_extents
-from ..ir.op_names import CALL_TIR_INPLACE, RESHAPE, TRANSFERS
+from ..ir.op_names import RESHAPE, TRANSFERS
 from ..ir.rewriting import op_name
 from ..partition.device_partition import BindingDevices, DevicePartition
 from .kernel_calls import KernelCall, KernelCalls
@@ -167,12 +167,12 @@ class _Split:
         is_transfer = op_name(binding.value) in TRANSFERS
         divides_sum = any(min(each.values()) < first <= max(each.values()) for each in self._sums)
         goes_before = self._read(index) <= 2 * first and not (is_transfer and divides_sum)
-        number = first if goes_before and may_move(binding) else len(self.sections) - 1
+        number = first if goes_before and is_without_effect(binding) else len(self.sections) - 1
         self.sections[number].before.append(index)
         self._stages[binding.var] = 2 * number
         if is_transfer:
             self._last_transfer = max(self._last_transfer, number)
-        if not may_move(binding) or (isinstance(binding, relax.MatchCast) and not goes_before):
+        if not is_without_effect(binding) or (isinstance(binding, relax.MatchCast) and not goes_before):
             self._end_all(index)
         elif not goes_before and isinstance(binding.value, relax.Call):
             self._end_read(index)
@@ -213,17 +213,3 @@ def is_view(binding: relax.Binding) -> bool:
     if op_name(value) == RESHAPE:
         return isinstance(value.args[0], relax.Var) and known_extents(binding.var.ty) is not None
     return isinstance(value, (relax.Var, relax.TupleGetItem))
-
-
-def may_move(binding: relax.Binding) -> bool:
-    """Return whether a binding may move to any position after its operands: it has no side effect.
-
-    A match_cast may, before the uses of its sizes; in-place kernels may not.
-    """
-    value = binding.value
-    if isinstance(value, (relax.If, relax.Function)):
-        return False
-    if not isinstance(value, relax.Call):
-        return True
-    is_in_place = op_name(value) == CALL_TIR_INPLACE
-    return isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity")) and not is_in_place

@@ -30,12 +30,12 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_walk
 
 from ...artifact.commands import READ, READ_WRITE, WRITE, SingleCall
 from ...target.vdevice import vdevices_of
 from ...tir.core.raw_kernel import RawSignature, raw_kernel
 from ...tir.core.ties import Tie
+from ...tir.core.walks import nodes
 from ..dispatch.bind_targets import bind_targets
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import Block, Rewrite, rewrite_function, same_shape, with_root_blocks, without_unused
@@ -292,7 +292,7 @@ class RunOutliner:
             call = relax.call_tir_inplace(outlined.gv, args, inplace_indices, types)
         else:
             call = relax.call_tir(outlined.gv, args, types)
-        buffer = self._local(outlined.gv.name_hint, tvm.ir.TupleType(types) if len(types) > 1 else types[0])
+        buffer = self._block.new_var(outlined.gv.name_hint, tvm.ir.TupleType(types) if len(types) > 1 else types[0])
         bindings = [relax.VarBinding(buffer, typed(call, buffer.ty))]
         numbers = [*enumerate(outlined.results), *enumerate(in_place, len(new_types))]
         fields = {value: buffer if len(types) == 1 else relax.TupleGetItem(buffer, i) for i, value in numbers}
@@ -306,18 +306,15 @@ class RunOutliner:
         """Bindings of a variable of the run that later bindings read."""
         values = self._results[var]
         if isinstance(var.ty, tvm.ir.TupleType):
-            parts = [self._local(value.name, value.ty) for value in values]
+            parts = [self._block.new_var(value.name, value.ty) for value in values]
             bindings = [relax.VarBinding(part, fields[v]) for part, v in zip(parts, values, strict=True)]
             return [*bindings, relax.VarBinding(var, relax.Tuple(parts))]
         (value,) = values
         if known_extents(var.ty) is None or same_shape(var.ty.shape.values, value.ty.shape.values):
             return [relax.VarBinding(var, fields[value])]
-        unshaped = self._local(f"{var.name}_whole", value.ty)
+        unshaped = self._block.new_var(f"{var.name}_whole", value.ty)
         reshaped = typed(relax.op.reshape(unshaped, var.ty.shape), var.ty)
         return [relax.VarBinding(unshaped, fields[value]), relax.VarBinding(var, reshaped)]
-
-    def _local(self, name: str, ty: tvm.ir.Type) -> relax.Var:
-        return (relax.DataflowVar if self._block.is_dataflow else relax.Var)(name, ty)
 
 
 # Diagnostics: reasons why runs end, and why kernels stay outside of runs.
@@ -478,11 +475,5 @@ def _is_view(value: relax.Expr) -> bool:
 
 def _referenced_names(functions: Iterable[tvm.ir.BaseFunc]) -> set[str]:
     """The names that functions refer to: by global variable, or by string, as PrimFuncs may."""
-    names: set[str] = set()
-    visitors = [
-        (tvm.ir.GlobalVar, lambda gv: names.add(gv.name_hint)),
-        (tvm.ir.StringImm, lambda text: names.add(text.value)),
-    ]
-    for func in functions:
-        structural_walk(func.body, visitors)
-    return names
+    occurring = [node for func in functions for node in nodes(func.body, tvm.ir.GlobalVar, tvm.ir.StringImm)]
+    return {node.name_hint if isinstance(node, tvm.ir.GlobalVar) else node.value for node in occurring}

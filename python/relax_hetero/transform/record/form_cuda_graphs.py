@@ -37,7 +37,6 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import structural_walk
 
 from ...artifact.commands import (
     ARENA,
@@ -51,10 +50,10 @@ from ...artifact.commands import (
     Reference,
     RegionSpec,
     SlotSpec,
-    kernel_from_json,
 )
 from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import ENTRIES, RING_ROWS, TABLE, Layout
+from ...artifact.typed_data import from_data
 from ...target.backend import backend_of
 from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import vdevices_of
@@ -79,7 +78,7 @@ from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
 from ..ir.op_names import CALL_TIR, CALL_TIR_INPLACE
-from ..ir.rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, typed
+from ..ir.rewriting import copy_module, fresh_global_var, global_vars_in, map_bindings, op_name, relax_functions, typed
 from .region_attrs import regions_of, with_region
 
 _MAX_ROUNDS = 8
@@ -134,22 +133,17 @@ def _is_complete(region: RegionSpec) -> bool:
 
 
 class _Writer:
-    """Writes the functions of graphs.
-
-    Attributes
-    ----------
-    functions : dict
-        Functions of the module, with those of graphs in place of the command buffers' host functions.
-    """
+    """Writes the functions of graphs."""
 
     def __init__(self, mod: tvm.IRModule) -> None:
+        # Functions of the module, with those of graphs in place of the command buffers' host functions.
         self.functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = dict(mod.functions.items())
         self._used_names = {gv.name_hint for gv in self.functions}
         self._kernels: dict[str, tvm.ir.GlobalVar] = {}
         self._specs: dict[str, KernelSpec] = {}
         for gv, func in mod.functions.items():
             if KERNEL in func.attrs:
-                spec = kernel_from_json(json.loads(str(func.attrs[KERNEL])))
+                spec = from_data(KernelSpec, json.loads(str(func.attrs[KERNEL])))
                 self._kernels[spec.name], self._specs[spec.name] = gv, spec
         self._variants: dict[tuple[Any, ...], tvm.ir.GlobalVar] = {}
 
@@ -197,9 +191,7 @@ class _Writer:
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
         """The functions without kernels and variants of kernels that nothing calls."""
-        called: set[str] = set()
-        for func in self.functions.values():
-            structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
+        called = {gv.name_hint for func in self.functions.values() for gv in global_vars_in(func.body)}
         kernels = {gv.name_hint for gv in (*self._kernels.values(), *self._variants.values())}
         return {gv: f for gv, f in self.functions.items() if gv.name_hint not in kernels - called}
 
@@ -342,13 +334,7 @@ def _tensor(slot: SlotSpec, values: Mapping[str, tirx.Var]) -> Tensor:
 
 
 class _Calls:
-    """Rewrites the calls of command buffers that became graphs.
-
-    Attributes
-    ----------
-    constants : dict of str to list of tvm.ir.GenericConst
-        Former constant arguments of each command buffer, which its graph keeps.
-    """
+    """Rewrites the calls of command buffers that became graphs."""
 
     def __init__(
         self,
@@ -356,6 +342,7 @@ class _Calls:
         chosen: dict[tvm.ir.GlobalVar, RegionSpec],
         vdevices: list[relax.VDevice],
     ) -> None:
+        # Former constant arguments of each command buffer, which its graph keeps.
         self.constants: dict[str, list[tvm.ir.GenericConst]] = {}
         self._submits, self._vdevices = submits, vdevices
         self._regions = {gv.name_hint: region for gv, region in chosen.items()}

@@ -54,7 +54,7 @@ from ...target.vdevice import is_cpu, vdevices_of
 from ...tir.commands.mailbox_kernels import WORD, Values, mailbox_kernel
 from ..dispatch.bind_targets import bind_targets
 from ..dispatch.form_dispatches import is_formed
-from ..ir.blocks import Block, rewrite_function, used_vars, with_root_blocks, with_split_blocks
+from ..ir.blocks import Block, is_without_effect, rewrite_function, used_vars, with_root_blocks, with_split_blocks
 from ..ir.declare import declare_pass
 from ..ir.extents import known_extents
 from ..ir.keep_unread_calls import KEEP
@@ -62,7 +62,7 @@ from ..ir.kernels import OPS
 from ..ir.module_attrs import is_lowered
 from ..ir.op_names import CALL_TIR, TRANSFER, TRANSFERS
 from ..ir.rewriting import copy_module, fresh_global_var, is_tensor_constant, op_name, relax_functions, typed
-from .command_regions import MAX_CALLS, Run, RunFinder, is_view, may_move
+from .command_regions import MAX_CALLS, Run, RunFinder, is_view
 from .donated import DonatedVariables
 from .kernel_calls import KernelCalls
 
@@ -244,7 +244,7 @@ def _spans(block: Block, calls: KernelCalls) -> list[_Span]:
             span.mailboxes.append(mailbox)
             span.calls.update((mailbox.source, mailbox.target))
             span.made[binding.var] = index
-        elif not may_move(binding) or any(var in span.made for var in used_vars(binding.value)):
+        elif not is_without_effect(binding) or any(var in span.made for var in used_vars(binding.value)):
             span.end, span = index, None
     if span is not None:
         span.end = len(block.bindings)
@@ -292,21 +292,13 @@ def _values(types: Iterable[relax.TensorType]) -> Values:
 
 
 class _Writer:
-    """Writes a block with mailboxes.
-
-    Attributes
-    ----------
-    numbers : dict of int to list of int
-        Numbers of the mailboxes of each span.
-    kept : list of relax.Var
-        Variables of the bindings that keep tokens.
-    """
+    """Writes a block with mailboxes."""
 
     def __init__(self, former: _Former, block: Block) -> None:
         self._former, self._block = former, block
         self._added: dict[int, list[relax.Binding]] = {}
-        self.numbers: dict[int, list[int]] = {}
-        self.kept: list[relax.Var] = []
+        self.numbers: dict[int, list[int]] = {}  # numbers of the mailboxes of each span
+        self.kept: list[relax.Var] = []  # variables of the bindings that keep tokens
 
     def write(self, spans: Mapping[int, _Span]) -> list[relax.Binding]:
         """The bindings of the block, with senders and receivers instead of transfers."""

@@ -13,7 +13,7 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_map
 
 from ...target.vdevice import same_vdevice
 from ...tir.commands.table_kernel import is_one_launch
@@ -26,6 +26,7 @@ from ..ir.extents import known_extents
 from ..ir.kernels import call_vdevice
 from ..ir.module_attrs import COMMANDS
 from ..ir.op_names import CALL_TIR_INPLACE, CALL_TIR_OPS
+from ..ir.requirements import symbols_in
 from ..ir.rewriting import fresh_global_var, is_tensor_constant, op_name, walk_bindings
 
 
@@ -54,21 +55,14 @@ class KernelCalls:
         Placed module of dispatches.
     separate_kernels : bool
         True if kernels of llvm devices may have temporaries in a workspace (`FormCommandBuffers`).
-
-    Attributes
-    ----------
-    used_names : set of str
-        Names of functions.
-    functions : dict of tvm.ir.GlobalVar to tirx.PrimFunc
-        New in-place variants of kernels.
     """
 
     def __init__(self, mod: tvm.IRModule, separate_kernels: bool = False) -> None:
         self._mod, self._separate_kernels = mod, separate_kernels
         self._signatures: dict[tvm.ir.GlobalVar, RawSignature | None] = {}
         self._in_place: dict[tuple[tvm.ir.GlobalVar, Tie], tvm.ir.GlobalVar] = {}
-        self.used_names = {gv.name_hint for gv in mod.get_global_vars()}
-        self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+        self.used_names = {gv.name_hint for gv in mod.get_global_vars()}  # names of functions
+        self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}  # new in-place variants of kernels
 
     def has_peers(self, kernel: tvm.ir.GlobalVar) -> bool:
         """Return whether a kernel waits for kernels of other devices."""
@@ -209,21 +203,14 @@ def sizes_of_peers(func: relax.Function, calls: KernelCalls) -> list[tirx.Var]:
     A new size of one of them is so a new one of all, and none launches kernels while another one makes its graph. Only
     sizes of the function's parameters are among them: all work may depend on these.
     """
-    given: dict[tirx.Var, None] = {}
-    for param in func.params:
-        _add_sizes(param.ty, given)
+    given = list(dict.fromkeys(size for param in func.params for size in symbols_in(param.ty)))
     if not given:
         return []
     works = [binding.value for binding in walk_bindings(func.body) if op_name(binding.value) in CALL_TIR_OPS]
     devices = [call_vdevice(call) for call in works if calls.has_peers(call.args[0])]
-    used: dict[tirx.Var, None] = {}
+    used: set[tirx.Var] = set()
     for call in works:
         device = call_vdevice(call) if devices else None
         if device is not None and any(same_vdevice(device, each) for each in devices):
-            for node in (call.ty, call.args[1].ty, *call.args[2:]):
-                _add_sizes(node, used)
+            used.update(size for node in (call.ty, call.args[1].ty, *call.args[2:]) for size in symbols_in(node))
     return [size for size in given if size in used]
-
-
-def _add_sizes(node: tvm.Object, sizes: dict[tirx.Var, None]) -> None:
-    structural_walk(node, (tirx.Var, lambda var: sizes.setdefault(var)))

@@ -32,11 +32,8 @@ from ...artifact.commands import (
     ScalarParam,
     SlotSpec,
     TensorParam,
-    kernel_from_json,
-    kernel_to_json,
-    region_from_json,
-    region_to_json,
 )
+from ...artifact.typed_data import from_data, to_data
 from ...errors import BuildError
 from ...target.backend import backend_of
 from ...target.vdevice import is_cpu, vdevice_index
@@ -198,25 +195,25 @@ def _element_alignment(dtype: str) -> int:
 
 def with_region(host_function: tirx.PrimFunc, region: RegionSpec) -> tirx.PrimFunc:
     """Annotate the host function of a command buffer with its description."""
-    return host_function.with_attr(COMMANDS, json.dumps(region_to_json(region)))
+    return host_function.with_attr(COMMANDS, json.dumps(to_data(region)))
 
 
 def with_kernel(raw: tirx.PrimFunc, kernel: KernelSpec, symbol: str) -> tirx.PrimFunc:
     """Annotate a raw kernel with its description; LLVM's can be called by the address of `symbol`."""
     addressable = replace(kernel, symbol=symbol if is_llvm(raw) else "")
-    return raw.with_attr(KERNEL, json.dumps(kernel_to_json(addressable)))
+    return raw.with_attr(KERNEL, json.dumps(to_data(addressable)))
 
 
 def regions_of(mod: tvm.IRModule) -> list[RegionSpec]:
     """The command buffers of a module, sorted by name."""
     texts = {gv.name_hint: func.attrs[COMMANDS] for gv, func in mod.functions.items() if COMMANDS in func.attrs}
-    return [region_from_json(json.loads(str(texts[name]))) for name in sorted(texts, key=_natural_key)]
+    return [from_data(RegionSpec, json.loads(str(texts[name]))) for name in sorted(texts, key=_natural_key)]
 
 
 def kernel_functions(mod: tvm.IRModule) -> list[tuple[KernelSpec, tirx.PrimFunc]]:
     """The kernels that the command buffers of a module call, sorted by name."""
     annotated = [func for func in mod.functions.values() if KERNEL in func.attrs]
-    kernels = [(kernel_from_json(json.loads(str(func.attrs[KERNEL]))), func) for func in annotated]
+    kernels = [(from_data(KernelSpec, json.loads(str(func.attrs[KERNEL]))), func) for func in annotated]
     return sorted(kernels, key=lambda pair: _natural_key(pair[0].name))
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map, structural_walk
 
 from ...target.vdevice import identifier
 from ...tir.commands.command_list import Address, Call, Tensor, host_function
 from ...tir.core.builder import int64, plain_extent
+from ...tir.core.walks import replaced
 from ..ir.kernels import bytes_of_extents
+from ..ir.requirements import symbols_in
 
 
 @dataclass(eq=False)
@@ -108,11 +109,8 @@ class OutlinedRegion:
 
     def symbols(self) -> list[tirx.Var]:
         """The symbols that its extents, scalars and offsets depend on, and `numbers`."""
-        symbols: dict[tirx.Var, None] = {}
-        for expr in self._expressions():
-            if isinstance(expr, tirx.Expr):
-                structural_walk(expr, (tvm.ir.Var, lambda var: symbols.setdefault(var)))
-        return list(symbols)
+        expressions = [expr for expr in self._expressions() if isinstance(expr, tirx.Expr)]
+        return list(dict.fromkeys(symbol for expr in expressions for symbol in symbols_in(expr)))
 
     def _expressions(self) -> Iterator[Any]:
         for value in (*self.inputs, *self.constants, *self.results):
@@ -128,9 +126,7 @@ class OutlinedRegion:
         own = {symbol: tirx.Var(_c_name(symbol.name), symbol.ty) for symbol in self.symbols()}
 
         def renamed(expr: Any) -> Any:
-            if not isinstance(expr, tirx.Expr):
-                return expr
-            return structural_map(expr, (tvm.ir.Var, lambda var: own.get(var, var)))
+            return replaced(expr, own) if isinstance(expr, tirx.Expr) else expr
 
         tensors = [*self.inputs, *self.constants, *self.results]
         params: list[Any] = [Tensor(_c_name(v.name), [renamed(e) for e in v.ty.shape.values], v.dtype) for v in tensors]

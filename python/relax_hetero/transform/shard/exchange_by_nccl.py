@@ -201,19 +201,11 @@ class _Transfers:
 
 
 class _Rewriter:
-    """Rewrites the blocks of a module.
-
-    Attributes
-    ----------
-    kernels : dict
-        New kernels.
-    vdevices : list of relax.VDevice
-        Devices of the module.
-    """
+    """Rewrites the blocks of a module."""
 
     def __init__(self, mod: tvm.IRModule, strategy: str) -> None:
-        self.kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
-        self.vdevices = vdevices_of(mod)
+        self.kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}  # new kernels
+        self.vdevices = vdevices_of(mod)  # devices of the module
         self._mod, self._strategy = mod, strategy
         self._used_names = {gv.name_hint for gv in mod.get_global_vars()}
         self._made: dict[tuple[object, ...], tvm.ir.GlobalVar] = {}

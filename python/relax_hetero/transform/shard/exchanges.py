@@ -26,6 +26,7 @@ from tvm import relax
 from ...target.mesh import Mesh
 from ...tir.cuda.all_reduce import AllReduce, supports
 from ..ir.blocks import shape_of, used_vars
+from ..ir.rewriting import calls_pure_op
 from .gpu_sums import GpuSums, Sum
 from .local_bindings import LocalBindings, Make, numbered, on_device
 from .sharding import REPLICATED, Sharding, Shardings, known
@@ -41,17 +42,12 @@ class MeshValue:
 
 
 class Exchanges:
-    """Values of a function over meshes, and the exchanges between their devices.
-
-    Attributes
-    ----------
-    repeatable : dict
-        A value that follows from one other value, and the maker of it, so that the whole can be made again on a device
-        instead of gathered.
-    """
+    """Values of a function over meshes, and the exchanges between their devices."""
 
     def __init__(self, bindings: LocalBindings) -> None:
         self.values: dict[relax.Var, MeshValue] = {}
+        # A value that follows from one other value, and the maker of it, so that the whole can be made again on a
+        # device instead of gathered.
         self.repeatable: dict[relax.Var, tuple[relax.Expr, Make]] = {}
         self._bindings = bindings
         self._converted: dict[tuple[relax.Expr, Mesh, Shardings], list[relax.Expr]] = {}
@@ -376,5 +372,4 @@ def _is_droppable(binding: relax.Binding) -> bool:
     value = binding.value
     if isinstance(binding, relax.MatchCast):
         return False
-    is_call = isinstance(value, relax.Call) and not tvm.ir.is_prim_expr(value)
-    return not is_call or (isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity")))
+    return not isinstance(value, relax.Call) or tvm.ir.is_prim_expr(value) or calls_pure_op(value)

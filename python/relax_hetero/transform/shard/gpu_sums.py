@@ -45,19 +45,10 @@ Group: TypeAlias = "tuple[int, ...]"
 
 @dataclass(frozen=True)
 class Sum:
-    """An all-reduce that is not lowered yet: which of its results are used is known at the end.
+    """An all-reduce that is not lowered yet: which of its results are used is known at the end."""
 
-    Attributes
-    ----------
-    results : list of relax.Var
-        The sum on each device.
-    parts : list of relax.Expr
-        Summand of each device.
-    group : tuple of int
-    """
-
-    results: list[relax.Var]
-    parts: list[relax.Expr]
+    results: list[relax.Var]  # the sum on each device
+    parts: list[relax.Expr]  # summand of each device
     group: Group
 
     @property
@@ -87,20 +78,11 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class _Norm:
-    """Norm of a variable's rows.
-
-    Attributes
-    ----------
-    norm : RowNorm
-    weights : list of relax.Expr
-        Constants, (width,) of float32: the weight, then the bias of a layer norm.
-    bindings : list of relax.VarBinding
-        Bindings that compute it, the result's last.
-    """
+    """Norm of a variable's rows."""
 
     norm: RowNorm
-    weights: list[relax.Expr]
-    bindings: list[relax.VarBinding]
+    weights: list[relax.Expr]  # constants, (width,) of float32: the weight, then the bias of a layer norm
+    bindings: list[relax.VarBinding]  # bindings that compute it, the result's last
 
     @property
     def result(self) -> relax.Var:
@@ -110,48 +92,24 @@ class _Norm:
 
 @dataclass
 class _Plan:
-    """Plan of a sum: what its kernels compute.
-
-    Attributes
-    ----------
-    reduce : AllReduce
-    parts : list of relax.Expr
-        Operand of each GPU, without the residual if there is one.
-    norms : list of _Norm
-        Norm on each GPU; none if the kernels only add.
-    keeps_sum : list of bool
-        True if a GPU uses the sum, or its part of the rows, beside the norm's result.
-    residuals : list of relax.Expr
-        Residual, or its rows, of each GPU, if there is one.
-    rows : list of relax.Var
-        Rows of a long sum that each GPU keeps.
-    """
+    """Plan of a sum: what its kernels compute."""
 
     reduce: AllReduce
-    parts: list[relax.Expr]
-    norms: list[_Norm] = field(default_factory=list)
+    parts: list[relax.Expr]  # operand of each GPU, without the residual if there is one
+    norms: list[_Norm] = field(default_factory=list)  # norm on each GPU; none if the kernels only add
+    # True if a GPU uses the sum, or its part of the rows, beside the norm's result.
     keeps_sum: list[bool] = field(default_factory=list)
-    residuals: list[relax.Expr] = field(default_factory=list)
-    rows: list[relax.Var] = field(default_factory=list)
+    residuals: list[relax.Expr] = field(default_factory=list)  # residual, or its rows, of each GPU, if there is one
+    rows: list[relax.Var] = field(default_factory=list)  # rows of a long sum that each GPU keeps
 
 
 @dataclass(frozen=True)
 class _TakenRow:
-    """Row of a long sum as a part of a GPU: zeros if another GPU keeps it.
+    """Row of a long sum as a part of a GPU: zeros if another GPU keeps it."""
 
-    Attributes
-    ----------
-    rows : relax.Var
-        Rows of the sum that the GPU keeps.
-    total : int
-        Rows of all GPUs.
-    rank : int
-        Number of the GPU in its group.
-    """
-
-    rows: relax.Var
-    total: int
-    rank: int
+    rows: relax.Var  # rows of the sum that the GPU keeps
+    total: int  # rows of all GPUs
+    rank: int  # number of the GPU in its group
 
 
 _NormPattern: TypeAlias = "tuple[float | None, list[relax.Expr], list[relax.VarBinding]]"

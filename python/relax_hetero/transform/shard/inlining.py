@@ -7,12 +7,13 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map, structural_walk
+from tvm_ffi import structural_walk
 
 from ...errors import PlacementError
 from ...op.placement import is_hint
 from ...op.sharding import SHARD
 from ...target.mesh import mesh_of_scope, mesh_positions
+from ...tir.core.walks import replaced
 from ..ir.rewriting import copy_module, op_name, relax_functions, typed, vdevice_in, walk_bindings, with_body
 
 
@@ -112,7 +113,7 @@ def _copied(
     names: dict[tvm.ir.Var, tvm.Object] = {}
 
     def copy(node: Any) -> Any:
-        return structural_map(node, (tvm.ir.Var, lambda var: names.get(var, var)))
+        return replaced(node, names)
 
     for param, arg in zip(callee.params, args, strict=True):
         names[param] = arg

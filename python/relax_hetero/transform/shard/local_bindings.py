@@ -31,11 +31,6 @@ class LocalBindings:
         True if the function consists of dataflow blocks.
     kernels : dict
         New kernels of the module.
-
-    Attributes
-    ----------
-    items : list of relax.Binding or Sum
-        The new function in order.
     """
 
     def __init__(
@@ -45,7 +40,7 @@ class LocalBindings:
         is_dataflow: bool,
         kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc],
     ) -> None:
-        self.items: list[relax.Binding | Sum] = []
+        self.items: list[relax.Binding | Sum] = []  # the new function in order
         self.vdevices = vdevices
         self.is_dataflow = is_dataflow
         self._builder, self._kernels = builder, kernels

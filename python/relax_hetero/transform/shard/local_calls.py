@@ -26,11 +26,6 @@ class LocalCall:
         Returns a call with other leaves.
     normalized : callable
         Returns a call with its type.
-
-    Attributes
-    ----------
-    shapes : list of list
-        Shape of each tensor operand, on the devices along the axes so far.
     """
 
     def __init__(
@@ -44,6 +39,7 @@ class LocalCall:
         self._rebuilt, self._normalized = rebuilt, normalized
         self._local: Local | None = None
         self._is_current, self._count = True, 1
+        # Shape of each tensor operand, on the devices along the axes so far.
         self.shapes: list[list[Any]] = [shape_of(leaf) or [] for leaf in leaves if _is_tensor(leaf)]
 
     @property

@@ -51,7 +51,6 @@ import numpy as np
 import tvm
 from tvm import relax
 from tvm.relax.distributed import DTensorType
-from tvm_ffi import structural_map
 
 from ...display.text import plural
 from ...errors import PlacementError
@@ -60,25 +59,29 @@ from ...op.sharding import SHARD, split_axes
 from ...op.traits import traits_of
 from ...target.mesh import Mesh, mesh_of
 from ...target.vdevice import device_name, vdevice_index, vdevices_of
+from ...tir.core.walks import replaced
 from ..ir.blocks import renamed, shape_of, used_vars
 from ..ir.declare import declare_pass
 from ..ir.op_names import HINT, TRANSFER
 from ..ir.remarks import with_remarks
 from ..ir.rewriting import (
+    calls_pure_op,
     copy_module,
     is_tensor_constant,
     op_name,
+    rebound,
     relax_functions,
     tensor_types,
     typed,
     vdevice_in,
     walk_bindings,
+    with_args,
 )
 from .exchanges import Exchanges, MeshValue, whole_on
 from .inlining import callees_of, has_mesh, recursive_functions, with_inlined_calls
 from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import CallPlan, LocalCall
-from .reader_wishes import ReaderWishes, leaves
+from .preferred_splits import PreferredSplits, leaves
 from .sharding import PARTIAL, Sharding, Shardings, divide, extended, known, local_shape
 from .sharding_costs import Readers, ShardingCosts, Splits, elements_of, nbytes_of, readers_of
 from .sharding_rules import (
@@ -143,7 +146,7 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
     for gv, func in mod.functions.items():
         func = partitions.get(gv, func)
         if gv in partitions and callees_of(func, recursive):
-            func = structural_map(func, (tvm.ir.GlobalVar, lambda each: names.get(each, each)))
+            func = replaced(func, names, tvm.ir.GlobalVar)
         functions[names.get(gv, gv)] = func
     return with_remarks(copy_module(mod, {**functions, **kernels}), shardings=reasons or None)
 
@@ -175,13 +178,7 @@ def _elements(func: relax.Function) -> int:
 
 
 class _FunctionPartition:
-    """Partitions one function, or a branch.
-
-    Attributes
-    ----------
-    home : Mesh or None
-        Single device of all results; None: the first one of each result's mesh.
-    """
+    """Partitions one function, or a branch."""
 
     def __init__(
         self,
@@ -195,7 +192,7 @@ class _FunctionPartition:
     ) -> None:
         self._name, self._func, self._bindings, self._cuts = name, func, bindings, cuts
         self._costs, self._reasons, self._callees = costs, reasons, callees
-        self.home: Mesh | None = None
+        self.home: Mesh | None = None  # single device of all results; None: the first one of each result's mesh
         self._vdevices = bindings.vdevices
         self._exchanges = Exchanges(bindings)
         self._values = self._exchanges.values
@@ -212,7 +209,7 @@ class _FunctionPartition:
             name: Mesh(tuple(each["mesh"]), (len(each["mesh"]),)) for name, each in attributes.items()
         }
         asked = {var: self._splits_of_output(var) for var in self._outputs}
-        self._wishes = ReaderWishes(self._source, asked)
+        self._preferred = PreferredSplits(self._source, asked)
         self._params: dict[relax.Var, list[relax.Var]] = {}
         self._copied: dict[relax.Var, Mesh] = {}  # devices that TVM's inference copied to types after a hint
         types = [each.ty for each in (*func.params, *(binding.var for binding in self._source))]
@@ -235,15 +232,15 @@ class _FunctionPartition:
                 self._add_match_cast(binding)
             else:
                 self._add(binding.var, binding.value)
-            if binding.var in self._outputs and not self._is_split_output(binding.var):
+            if binding.var in self._outputs and self._split_names.keys().isdisjoint(self._names_of_output(binding.var)):
                 self._whole(binding.var)
         params = [local for param in self._func.params for local in self._params[param]]
         names = dict(zip(self._func.params, self._params.values(), strict=True))
         result, output_names = self._result()
         bindings = self._exchanges.lowered(set(leaves(result)))
         outputs = {var: relax.Var(var.name, var.ty) for var in leaves(result) if isinstance(var, relax.DataflowVar)}
-        bindings = [_with_var(renamed(binding, outputs), outputs) for binding in bindings]
-        result = _replaced(result, outputs)
+        bindings = [rebound(b, outputs.get(b.var, b.var), renamed(b, outputs).value) for b in bindings]
+        result = replaced(result, outputs)
         block = (relax.DataflowBlock if self._bindings.is_dataflow else relax.BindingBlock)(bindings)
         body = typed(relax.SeqExpr([block], result), result.ty)
         attrs = {key: value for key, value in dict(self._func.attrs or {}).items() if key != SPLIT_PARAMETERS}
@@ -290,9 +287,6 @@ class _FunctionPartition:
             if param in used_vars(binding.value) and (mesh := self._annotated(binding.var.ty)) is not None:
                 return mesh
         return _FIRST
-
-    def _is_split_output(self, var: relax.Var) -> bool:
-        return any(name in self._split_names for name in self._names_of_output(var))
 
     def _splits_of_output(self, var: relax.Var) -> set[tuple[int, int]]:
         """Axes of the mesh, and of a result, along which the caller takes parts."""
@@ -420,7 +414,7 @@ class _FunctionPartition:
         ]
         home = self.home_of_results(callee)
         local = self._bindings.new_local(var.name, on_device(var.ty, self._vdevices[home.positions[0]]))
-        self._bindings.add_binding(local, relax.Call(call.op, args, call.attrs, call.ty_args, call.span))
+        self._bindings.add_binding(local, with_args(call, args))
         self._values[var] = MeshValue(home, [whole_on(home) for _ in tensor_types(var.ty)], [local])
 
     def _argument(self, arg: relax.Expr, home: Mesh) -> relax.Expr:
@@ -461,6 +455,10 @@ class _FunctionPartition:
             self._bindings.items.append(relax.MatchCast(local, source, binding.ty))
             self._values[var] = MeshValue(_FIRST, [], [local])
             return
+        if isinstance(value, relax.TupleGetItem):
+            field = relax.Var(f"{var.name}_field", value.ty)
+            self._add_field(field, value)
+            value = field
         mesh = self._mesh(var, [value])
         shardings, shape = self._shardings_of(value, mesh) or whole_on(mesh), _extents(binding.ty)
         if shape is None or any(each.is_partial for each in shardings) or not divide(shardings, shape, mesh.shape):
@@ -526,10 +524,10 @@ class _FunctionPartition:
         states = [self._shardings_of(tensor, mesh) for tensor in tensors]
         operands: list[Shardings] = [()] * len(tensors)
         outputs: list[Shardings] = [()] * len(results)
-        segments, factor = self._wishes.segments.get(var, ()), 1.0
+        segments, factor = self._preferred.segments.get(var, ()), 1.0
         for count in mesh.shape:
             described = self._described(tensors, local.shapes, states, operands, mesh)
-            op = OpCall(local.call, described, count, results, segments, var in self._wishes.read_by_products)  # type: ignore[arg-type]
+            op = OpCall(local.call, described, count, results, segments, var in self._preferred.read_by_products)  # type: ignore[arg-type]
             plan = plan_op(self._with_costs(op, var, mesh, operands))
             operands = extended(operands, plan.operands)
             outputs = extended(outputs, plan.results)
@@ -572,7 +570,7 @@ class _FunctionPartition:
             operand_bytes += share * (nbytes_of(ty) if stored is None else stored)
         record, earlier = partial(self._record, str(var.name)), math.prod(mesh.shape[:axis])
         splits = Splits(self._costs, self._readers, var, op.call, operand_bytes, group, earlier, record)
-        is_asked = (axis, columns_axis(op.call)) in self._wishes.asked.get(var, ())
+        is_asked = (axis, columns_axis(op.call)) in self._preferred.asked.get(var, ())
 
         def pays(sharding: Sharding, estimate: Callable[[], bool]) -> bool:
             shardings = (*operands[-1], sharding)
@@ -690,7 +688,13 @@ class _FunctionPartition:
                     f"{SHARD} at {var.name!r} in function {self._name!r}, placement {_text(shardings)!r}: {reason}"
                 )
             self._annotated_splits.add(var)
-        self._values[var] = MeshValue(mesh, [shardings], self._get(source, mesh, shardings))
+        if source in self._weights and not self._weights.can_cut(source, shardings, mesh.shape):
+            whole = whole_on(mesh)
+            self._values[source] = MeshValue(mesh, [whole], self._weights.parts(source, mesh, whole))
+            locals_ = self._exchanges.get(source, mesh, shardings)
+        else:
+            locals_ = self._get(source, mesh, shardings)
+        self._values[var] = MeshValue(mesh, [shardings], locals_)
 
     def _misplaced(self, source: relax.Expr, shardings: Shardings, mesh: Mesh) -> str:
         """Reason why a value cannot have shardings on a mesh, and what was expected; empty if it can."""
@@ -796,7 +800,7 @@ class _FunctionPartition:
                 return relax.Tuple([of(field) for field in self._tuples[arg]])
             return rest.pop(0) if is_tensor_constant(arg) or isinstance(arg, relax.Var) else arg
 
-        return relax.Call(call.op, [of(arg) for arg in call.args], call.attrs, call.ty_args, call.span)
+        return with_args(call, [of(arg) for arg in call.args])
 
     def _get_plain(self, leaf: relax.Expr) -> relax.Expr:
         """A shape or a number, which every device may use."""
@@ -831,9 +835,9 @@ class _FunctionPartition:
 
 
 def _is_pure(call: relax.Call) -> bool:
-    """Return whether a call only computes its result."""
+    """Return whether a call of an op, or of a function, only computes its result."""
     if isinstance(call.op, tvm.ir.Op):
-        return bool(call.op.get_attr("FPurity"))
+        return calls_pure_op(call)
     return isinstance(call.op.ty, relax.FuncType) and bool(call.op.ty.purity)
 
 
@@ -852,18 +856,3 @@ def _text(shardings: Shardings) -> str:
 def _extents(ty: tvm.ir.Type) -> list[Any] | None:
     has_shape = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)
     return list(ty.shape.values) if has_shape else None
-
-
-def _with_var(binding: relax.Binding, names: dict[relax.Var, relax.Var]) -> relax.Binding:
-    """The binding of another variable, if there is one."""
-    if binding.var not in names:
-        return binding
-    if isinstance(binding, relax.MatchCast):
-        return relax.MatchCast(names[binding.var], binding.value, binding.ty)
-    return relax.VarBinding(names[binding.var], binding.value)
-
-
-def _replaced(expr: relax.Expr, names: dict[relax.Var, relax.Var]) -> relax.Expr:
-    if isinstance(expr, relax.Tuple):
-        return relax.Tuple([_replaced(field, names) for field in expr.fields])
-    return names.get(expr, expr) if isinstance(expr, relax.Var) else expr

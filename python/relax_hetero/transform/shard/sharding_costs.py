@@ -76,8 +76,9 @@ class ShardingCosts:
         nbytes = nbytes_of(call.ty)
         if not self._has_kernels(call.ty, group):
             return self._costs.transfer_seconds(nbytes * (len(group) - 1), group[0], group[1])
-        is_half = str(call.args[0].ty.dtype) == "float16" and not is_short_sum(nbytes)
-        return self._kernel_seconds(nbytes / 2 if is_half else nbytes, group)
+        is_short = is_short_sum(nbytes)
+        is_half = str(call.args[0].ty.dtype) == "float16" and not is_short
+        return self._kernel_seconds(nbytes / 2 if is_half else nbytes, group, is_short)
 
     def gather_seconds(self, nbytes: float, group: Sequence[int]) -> float:
         """Time of a gather of a value on one device of a group."""
@@ -87,15 +88,16 @@ class ShardingCosts:
     def all_gather_seconds(self, ty: tvm.ir.Type, nbytes: float, group: Sequence[int]) -> float:
         """Time of an all-gather of `nbytes` of a type within a group of devices; GPUs gather small values as a sum."""
         copied = self.gather_seconds(nbytes, group)
-        return min(copied, self._kernel_seconds(nbytes, group)) if self._has_kernels(ty, group) else copied
+        return min(copied, self._kernel_seconds(nbytes, group, True)) if self._has_kernels(ty, group) else copied
 
     def _has_kernels(self, ty: tvm.ir.Type, group: Sequence[int]) -> bool:
         return _is_float32(ty) and bool(backend_of(self._vdevices[group[0]].target).records_graphs)
 
-    def _kernel_seconds(self, nbytes: float, group: Sequence[int]) -> float:
+    def _kernel_seconds(self, nbytes: float, group: Sequence[int], is_short: bool) -> float:
         """Time of an all-reduce by kernels of GPUs."""
         latency = self._costs.transfer_seconds(0, group[0], group[1])
-        return all_reduce_seconds(len(group), self._costs.transfer_seconds(nbytes, group[0], group[1]) - latency)
+        seconds = self._costs.transfer_seconds(nbytes, group[0], group[1]) - latency
+        return all_reduce_seconds(len(group), seconds, is_short)
 
 
 @dataclass(frozen=True)

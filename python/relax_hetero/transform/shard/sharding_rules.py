@@ -22,10 +22,11 @@ import tvm
 from tvm import relax, tirx
 
 from ...encoding.block_formats import block_format
-from ...op.cached_attention import CACHED_ATTENTION, cached_attention, optional_operands
-from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, dequantize_blocks
+from ...op.cached_attention import CACHED_ATTENTION, optional_operands
+from ...op.quantized_matmul import DEQUANTIZE_BLOCKS
 from ...op.traits import ELEMENTWISE, TRAITS, traits_of
 from ..ir.axes import dimension_groups, permutation
+from ..ir.rewriting import integers_of, with_args
 from .sharding import PARTIAL, REPLICATED, Sharding, known
 
 Local = Callable[[Sequence[relax.Expr], int], relax.Expr]
@@ -315,23 +316,7 @@ def _conv(op: OpCall) -> OpPlan | None:
         return None
     if state.axis != channel or state.segments or groups % op.count or not w.can(outputs):
         return None
-
-    def of_groups(args: Sequence[relax.Expr], count: int) -> relax.Expr:
-        fields = ("strides", "padding", "dilation")
-        options = {name: [int(number) for number in getattr(attrs, name)] for name in fields}
-        dtype = str(attrs.out_dtype) if attrs.out_dtype else ""
-        convolution = getattr(relax.op.nn, op.call.op.name.rpartition(".")[2])
-        return convolution(
-            *args,
-            **options,
-            groups=groups // count,
-            data_layout=layout,
-            kernel_layout=kernel,
-            out_layout=out_layout,
-            out_dtype=dtype or None,
-        )
-
-    return OpPlan([state, outputs], [result], of_groups)
+    return OpPlan([state, outputs], [result], lambda args, count: with_args(op.call, args, groups=groups // count))
 
 
 @_of_split
@@ -408,7 +393,7 @@ def _strided_slice(op: OpCall) -> OpPlan | None:
     state, call, rank = op.operands[0].sharding, op.call, len(op.operands[0].shape)
     if state is None or state.axis is None:
         return _of_sum(op)
-    numbers = [_numbers(arg) for arg in call.args[1:]]
+    numbers = [integers_of(arg) for arg in call.args[1:]]
     if any(each is None for each in numbers):
         return None
     axes = [axis % rank for axis in numbers[0] or ()]
@@ -446,7 +431,7 @@ def last_axis_slice(call: relax.Call) -> tuple[int, int] | None:
     if not isinstance(call.op, tvm.ir.Op) or call.op.name != "relax.strided_slice":
         return None
     shape = call.args[0].ty.shape
-    numbers = [_numbers(arg) for arg in call.args[1:]]
+    numbers = [integers_of(arg) for arg in call.args[1:]]
     if not isinstance(shape, relax.ShapeExpr) or any(each is None or len(each) != 1 for each in numbers):
         return None
     (axis,), (begin,), (end,) = numbers[0] or (0,), numbers[1] or (0,), numbers[2] or (0,)
@@ -462,13 +447,6 @@ def consecutive(pieces: Mapping[int, int], extent: int | None) -> tuple[int, ...
     return tuple(pieces[begin] - begin for begin in begins) if is_whole else ()
 
 
-def _numbers(expr: relax.Expr) -> list[int] | None:
-    """Integers of a tuple of constants; None for others."""
-    fields = list(expr.fields) if isinstance(expr, relax.Tuple) else None
-    values: list[Any] = [getattr(field, "value", None) for field in fields or ()]
-    return None if fields is None or None in values else [int(value) for value in values]
-
-
 def _cached_attention(op: OpCall) -> OpPlan | None:
     attrs, count = op.call.attrs, op.count
     heads, kv_heads = int(attrs.heads), int(attrs.kv_heads)
@@ -480,20 +458,7 @@ def _cached_attention(op: OpCall) -> OpPlan | None:
     operands += [Sharding(0) if name == "sinks" else REPLICATED for name in optional_operands(attrs)]
 
     def of_heads(args: Sequence[relax.Expr], count: int) -> relax.Expr:
-        names = ("size", "window", "shared_values")
-        return cached_attention(
-            *args,
-            heads=heads // count,
-            kv_heads=kv_heads // count,
-            scale=float(attrs.scale),
-            softcap=float(attrs.softcap),
-            rotary=str(attrs.rotary),
-            norms=str(attrs.norms),
-            eps=float(attrs.eps),
-            rows=str(attrs.rows),
-            sinks=bool(attrs.sinks),
-            **{name: int(getattr(attrs, name)) for name in names},
-        )
+        return with_args(op.call, args, heads=heads // count, kv_heads=kv_heads // count)
 
     return OpPlan(operands, [Sharding(1), Sharding(1)], of_heads)
 
@@ -573,19 +538,7 @@ def _dequantized(
         return None
     if any(int(shape[1]) % count for shape in shapes):
         return None
-
-    def of_depth(args: Sequence[relax.Expr], count: int) -> relax.Expr:
-        return dequantize_blocks(
-            *args,
-            depth=depth // count,
-            block=block,
-            bits=int(attrs.bits),
-            format=form,
-            activation_bits=int(attrs.activation_bits),
-            rows=str(attrs.rows),
-        )
-
-    return [Sharding(1)] * len(shapes), of_depth
+    return [Sharding(1)] * len(shapes), lambda args, count: with_args(call, args, depth=depth // count)
 
 
 REDUCTIONS = tuple(name for name, traits in TRAITS.items() if traits.kind == "reduction")

@@ -14,7 +14,7 @@ from ...target.mesh import Mesh
 from ...vm.device.tensor_arrays import host_array
 from ...vm.device.tensors import share_or_copy
 from ..ir.blocks import shape_of
-from ..ir.rewriting import is_tensor_constant
+from ..ir.rewriting import is_tensor_constant, with_args
 from .local_bindings import LocalBindings, numbered
 from .local_calls import CallPlan, LocalCall
 from .sharding import REPLICATED, Sharding, Shardings, divide, extended
@@ -32,15 +32,10 @@ class Weights:
     ----------
     cuts : Cuts
         Parts of constants, which functions share.
-
-    Attributes
-    ----------
-    values : dict of relax.Var to relax.Expr
-        Constants, and calls of constants and other weights.
     """
 
     def __init__(self, bindings: LocalBindings, cuts: Cuts) -> None:
-        self.values: dict[relax.Var, relax.Expr] = {}
+        self.values: dict[relax.Var, relax.Expr] = {}  # constants, and calls of constants and other weights
         self._bindings, self._cuts = bindings, cuts
         self._stored = {
             constant: {tuple((sharding, count) for sharding, _, count in key) for key in parts}
@@ -154,4 +149,4 @@ def _rebuilt(call: relax.Call, tensors: Sequence[relax.Expr]) -> relax.Call:
     """The call of other tensors."""
     rest = iter(tensors)
     args = [next(rest) if _is_tensor(arg) else arg for arg in call.args]
-    return relax.Call(call.op, args, call.attrs, call.ty_args, call.span)
+    return with_args(call, args)

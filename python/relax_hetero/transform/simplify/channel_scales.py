@@ -28,7 +28,7 @@ from tvm import relax, tirx
 from ...op.traits import traits_of
 from ..ir.blocks import Block, Emitter, shape_of, with_replaced
 from ..ir.constant_values import ConstantValues, constant_like
-from ..ir.rewriting import op_name, typed
+from ..ir.rewriting import op_name, typed, with_args
 
 _AFFINE_OPS = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide")
 _FLOATS = ("float32", "float64")
@@ -132,11 +132,10 @@ def _fold(
     call = root.value
     if is_scaled:
         kernel = constant_like(weights.scaled(affine.scale), call.args[1].ty)
-        call = relax.Call(call.op, [call.args[0], kernel], call.attrs, call.ty_args, call.span)
-        call = typed(call, root.value.ty)
+        call = typed(with_args(call, [call.args[0], kernel]), call.ty)
     if np.any(affine.shift != 0):
         emitter.bind(root.var, call)
-        _bind(emitter, last, relax.op.add(root.var, _constant(affine, affine.shift, last)))
+        emitter.emit_as(last, relax.op.add(root.var, _constant(affine, affine.shift, last)))
     else:
         emitter.bind(last, call)
     return affine.members, emitter.bindings
@@ -173,10 +172,10 @@ def _merge(
     if has_scale:
         call = relax.op.multiply(data, _constant(affine, affine.scale, last))
         if not has_shift:
-            _bind(emitter, last, call)
+            emitter.emit_as(last, call)
             return affine.members, emitter.bindings
         data = emitter.emit(call, last.ty, f"{last.name}_scaled")
-    _bind(emitter, last, relax.op.add(data, _constant(affine, affine.shift, last)))
+    emitter.emit_as(last, relax.op.add(data, _constant(affine, affine.shift, last)))
     return affine.members, emitter.bindings
 
 
@@ -257,7 +256,3 @@ def _constant(affine: _Affine, numbers: np.ndarray, result: relax.Var) -> relax.
     shape = [1] * len(shape_of(result) or [])
     shape[affine.axis] = affine.channels
     return constant_like(numbers.reshape(shape), result.ty)
-
-
-def _bind(emitter: Emitter, var: relax.Var, call: relax.Call) -> None:
-    emitter.bind(var, typed(call, var.ty))

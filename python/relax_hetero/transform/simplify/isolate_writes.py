@@ -53,6 +53,7 @@ from ..ir.rewriting import (
     relax_functions,
     typed,
     walk_bindings,
+    with_args,
     with_body,
     with_functions,
 )
@@ -322,7 +323,7 @@ class _Writer:
             yield from _copies(copy_, source)
             fields[index] = copy_
         args = [call.args[0], typed(relax.Tuple(fields), call.args[1].ty), *call.args[2:]]
-        new = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
+        new = typed(with_args(call, args), call.ty)
         yield relax.VarBinding(binding.var, new, binding.span)
 
 

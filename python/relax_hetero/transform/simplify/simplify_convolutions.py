@@ -38,7 +38,7 @@ from ..ir.callee_devices import target_of
 from ..ir.constant_values import ConstantValues, constant_like, fold_constants
 from ..ir.declare import declare_pass
 from ..ir.remarks import record_missed
-from ..ir.rewriting import op_name, relax_functions, typed, walk_bindings, with_fields
+from ..ir.rewriting import op_name, relax_functions, typed, walk_bindings, with_args
 from .channel_scales import fold_channel_scales
 from .transposed_convolutions import TRANSPOSED, expand_transposed_convolutions
 
@@ -56,11 +56,7 @@ from .transposed_convolutions import TRANSPOSED, expand_transposed_convolutions
 # multiply. Merging more than `_MAX_JOINED` groups is slower. Infinite numbers in a group also make NaN of its
 # neighbours, but only after float16 has overflowed.
 
-_CONVOLUTIONS = {
-    "relax.nn.conv1d": (relax.op.nn.conv1d, "OIW"),
-    "relax.nn.conv2d": (relax.op.nn.conv2d, "OIHW"),
-    "relax.nn.conv3d": (relax.op.nn.conv3d, "OIDHW"),
-}
+_KERNEL_LAYOUTS = {"relax.nn.conv1d": "OIW", "relax.nn.conv2d": "OIHW", "relax.nn.conv3d": "OIDHW"}
 _MAX_JOINED = 8
 
 
@@ -77,8 +73,8 @@ def join_groups(block: Block) -> list[relax.Binding] | None:
 
 def _joined(binding: relax.VarBinding, values: ConstantValues) -> relax.VarBinding | None:
     call = binding.value
-    stock_conv = _CONVOLUTIONS.get(op_name(call) or "")
-    if stock_conv is None or int(call.attrs.groups) == 1 or str(call.attrs.kernel_layout) != stock_conv[1]:
+    layout = _KERNEL_LAYOUTS.get(op_name(call) or "")
+    if layout is None or int(call.attrs.groups) == 1 or str(call.attrs.kernel_layout) != layout:
         return None
     data, weight = call.args
     shape, groups, dtype = shape_of(weight), int(call.attrs.groups), str(weight.ty.dtype)
@@ -97,10 +93,7 @@ def _joined(binding: relax.VarBinding, values: ConstantValues) -> relax.VarBindi
     is_diagonal = np.eye(count, dtype=bool).reshape(1, count, 1, count, 1, *(1 for _ in array.shape[2:]))
     blocks = np.where(is_diagonal, grouped, np.zeros((), array.dtype))
     weights = constant_like(blocks.reshape(-1, count * channels, *array.shape[2:]), weight.ty)
-    attrs = call.attrs
-    layouts = (str(attrs.data_layout), str(attrs.kernel_layout), str(attrs.out_layout), attrs.out_dtype)
-    sizes = ([int(size) for size in values] for values in (attrs.strides, attrs.padding, attrs.dilation))
-    merged = stock_conv[0](data, weights, *sizes, groups // count, *layouts)
+    merged = with_args(call, [data, weights], groups=groups // count)
     return relax.VarBinding(binding.var, typed(merged, call.ty))
 
 
@@ -145,7 +138,7 @@ def _folded(block: Block, binding: relax.Binding) -> relax.Binding:
             return binding
         fields["count_include_pad"] = True
     args = [pad.args[0], *call.args[1:]]
-    new = relax.Call(call.op, args, with_fields(call.attrs, **fields), call.ty_args, call.span, ret_ty=call.ty)
+    new = typed(with_args(call, args, **fields), call.ty)
     return relax.VarBinding(binding.var, new, binding.span)
 
 

@@ -31,7 +31,7 @@ from tvm import relax, sym, tirx
 from ...op.traits import ELEMENTWISE
 from ..ir.blocks import Block, Emitter, is_one, shape_of, tensor_type, with_replaced
 from ..ir.constant_values import ConstantValues, constant_like
-from ..ir.rewriting import op_name, typed
+from ..ir.rewriting import op_name, with_args
 
 _CONVOLUTION = {1: relax.op.nn.conv1d, 2: relax.op.nn.conv2d, 3: relax.op.nn.conv3d}
 TRANSPOSED = {f"relax.nn.conv{n}d_transpose": n for n in (1, 2, 3)}
@@ -167,7 +167,7 @@ class _Expansion:
         for index in self.chain:
             member = self.block.bindings[index]
             args = [self._argument(arg, result, len(phases)) for arg in member.value.args]
-            step = relax.Call(member.value.op, args, member.value.attrs, member.value.ty_args)
+            step = with_args(member.value, args)
             ty = tensor_type(shape, str(member.var.ty.dtype), member.var.ty)
             result = emitter.emit(step, ty, f"{member.var.name}_phases")
         return result
@@ -236,7 +236,7 @@ class _Expansion:
         if any(_simplified(full_size - size) != 0 for full_size, size in zip(full_sizes, sizes, strict=True)):
             full_size = emit(result, [batch, channels, *full_sizes], "joined")
             result = relax.op.strided_slice(full_size, [2 + axis for axis in range(rank)], [0] * rank, sizes)
-        emitter.bind(self.last, typed(result, ty))
+        emitter.emit_as(self.last, result)
 
 
 def _simplified(extent: Any) -> Any:

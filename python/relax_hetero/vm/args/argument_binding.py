@@ -39,11 +39,6 @@ class ArgumentBinder:
         The memory scope of each.
     limits : MemoryLimits, optional
         Limits for calls with symbolic sizes.
-
-    Attributes
-    ----------
-    caches : dict of str to CallCache
-        Accepted calls of each function.
     """
 
     def __init__(
@@ -53,7 +48,7 @@ class ArgumentBinder:
         scopes: Sequence[str],
         limits: MemoryLimits | None = None,
     ) -> None:
-        self.caches: dict[str, CallCache] = {}
+        self.caches: dict[str, CallCache] = {}  # accepted calls of each function
         self._executable, self._devices, self._scopes, self._limits = executable, devices, scopes, limits
         self._params: dict[str, tuple[dict[int, Any], DimValues, list[AddressRange]]] = {}
         self._bounds = {memory.name: memory.upper_bounds for memory in executable.metadata.memory}

@@ -96,15 +96,10 @@ class MemoryInFlight:
 
     A call drops an argument after its last reader, and another array may then get its address. A range counts while
     the call still holds its value or the caller still owns it.
-
-    Attributes
-    ----------
-    is_enabled : bool
-        Whether calls are registered: some machine has functions that consume arguments.
     """
 
     def __init__(self) -> None:
-        self.is_enabled = False
+        self.is_enabled = False  # whether calls are registered: some machine has functions that consume arguments
         self._lock = threading.RLock()  # reentrant: a signal handler or a finalizer may submit
         self._calls: dict[object, tuple[ArgumentMemory, Callable[[], Iterable[Any]]]] = {}
 

@@ -22,7 +22,7 @@ from tvm import runtime
 from ...artifact.commands import GRAPH, Command, Copy, Dispatch, Fill, Reference
 from ...artifact.messages import explain_failure
 from ...errors import BindingError, HeteroError
-from ..device.cuda_driver import CudaDriver, cuda_driver
+from ..device.cuda_graphs import executable_graph
 from ..device.cuda_library import CudaLibrary, cuda_library
 from ..device.cuda_streams import Event, Stream
 from ..machine import VirtualMachine
@@ -63,33 +63,19 @@ class CudaWork:
 
 
 class CudaCommands:
-    """Submits a recording on a CUDA device, from any thread.
+    """Submits a recording on a CUDA device, from any thread."""
 
-    Parameters
-    ----------
-    driver : CudaDriver or str
-        Driver that captures graphs, or the reason why there is none.
-
-    Attributes
-    ----------
-    runs : str
-        How commands run, as in `RegionSpec.runs`.
-    """
-
-    def __init__(
-        self, device: runtime.Device, recording: Recording, library: CudaLibrary, driver: CudaDriver | str
-    ) -> None:
+    def __init__(self, device: runtime.Device, recording: Recording, library: CudaLibrary) -> None:
         self._device, self._recording, self._library = device, recording, library
         self._names = [parameter_name(index) for index in range(len(recording.parameters))]
         self._directs = [buffer.address for buffer in recording.directs]
-        self._driver = driver if isinstance(driver, CudaDriver) and not _reads_memory(recording.commands) else None
-        self.runs = "stream" if self._driver is None else GRAPH
+        # How commands run, as in `RegionSpec.runs`.
+        self.runs = "stream" if _reads_memory(recording.commands) else GRAPH
         self._lock = threading.Lock()
         # Graphs contain addresses, so each keeps its table alive; no graph (None) before the second submission.
         self._graphs: OrderedDict[_Key, tuple[BindingTable, int | None]] = OrderedDict()
         self._running: deque[CudaWork] = deque()
-        if self._driver is not None:
-            weakref.finalize(self, _destroy_all, self._driver, device, self._graphs)
+        weakref.finalize(self, _destroy_all, library, device, self._graphs)
 
     def submit(self, table: BindingTable, numbers: _Numbers) -> CudaWork:
         """Queue the commands on the device's current stream."""
@@ -97,10 +83,10 @@ class CudaCommands:
         stream = Stream.current(self._library, self._device)
         with self._lock:
             graph = self._find_or_capture_graph(table, numbers)
-        if graph is None or self._driver is None:
+        if graph is None:
             self._launch(table, numbers, stream)
         else:
-            self._driver.launch(graph, stream.handle)
+            self._library.call("cuGraphLaunch", graph, stream.handle)
         work = CudaWork(stream.record(sleeps=True), table)
         with self._lock:
             self._running.append(work)
@@ -110,31 +96,29 @@ class CudaCommands:
 
     def _find_or_capture_graph(self, table: BindingTable, numbers: _Numbers) -> int | None:
         """The graph of a table and numbers, captured at their second submission; None at the first."""
-        if self._driver is None:
+        if self.runs != GRAPH:
             return None
         key = id(table), numbers
         entry = self._graphs.pop(key, None)
         graph = None if entry is None else entry[1] or self._capture(table, numbers)
-        if self._driver is not None:
+        if self.runs == GRAPH:
             self._graphs[key] = table, graph
             while len(self._graphs) > MAX_GRAPHS:
                 _, (_, oldest) = self._graphs.popitem(last=False)
                 if oldest:
-                    self._driver.destroy(oldest)
+                    self._library.call("cuGraphExecDestroy", oldest)
         return graph
 
     def _capture(self, table: BindingTable, numbers: _Numbers) -> int | None:
-        assert self._driver is not None, "capturing needs a driver"
-
-        def launch(handle: int) -> None:
-            with tvm_ffi.use_raw_stream(self._device, handle):
-                self._launch(table, numbers, Stream(self._library, self._device.index, handle))
+        def launch(stream: Stream) -> None:
+            with tvm_ffi.use_raw_stream(self._device, stream.handle):
+                self._launch(table, numbers, stream)
 
         try:
-            return self._driver.capture(launch)
+            return executable_graph(self._library, self._device.index, launch)
         except Exception as error:  # a kernel may do something that cannot be captured
-            _destroy_all(self._driver, self._device, self._graphs)
-            self._driver, self.runs = None, "stream"
+            _destroy_all(self._library, self._device, self._graphs)
+            self.runs = "stream"
             reason = str(error).strip().splitlines()[-1]
             _log.warning("a command buffer on %s is launched command by command: %s", self._device, reason)
             return None
@@ -158,12 +142,12 @@ def _reads_memory(commands: Sequence[Command]) -> bool:
     return any(d.count is not None or d.when is not None or d.unless is not None for d in dispatches)
 
 
-def _destroy_all(driver: CudaDriver, device: runtime.Device, graphs: OrderedDict[_Key, Any]) -> None:
+def _destroy_all(library: CudaLibrary, device: runtime.Device, graphs: OrderedDict[_Key, Any]) -> None:
     try:
         device.sync()
         for _, graph in graphs.values():
             if graph:
-                driver.destroy(graph)
+                library.call("cuGraphExecDestroy", graph)
         graphs.clear()
     except Exception:  # at process exit the driver may have shut down already
         _log.debug("graphs on %s were not destroyed", device, exc_info=True)
@@ -236,7 +220,7 @@ class CudaRunner:
         if library is None:
             raise BindingError("a command buffer on a CUDA device needs a working CUDA driver, found none")
         self._metadata = machine.executable.metadata
-        self._commands = CudaCommands(machine.devices[recording.device], recording, library, cuda_driver())
+        self._commands = CudaCommands(machine.devices[recording.device], recording, library)
 
     @property
     def runs(self) -> str:

@@ -1,16 +1,10 @@
-"""The CUDA driver through the package cuda-bindings: pinned memory and graph capture; and checks of GPUs.
-
-Streams, contexts and kernels are TVM's; callers have made a device's primary context current.
-"""
+"""Errors of the CUDA driver, and checks that a GPU can run code before anything runs."""
 
 from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 from tvm import runtime
@@ -19,123 +13,10 @@ from ...artifact.metadata import DeviceSpec
 from ...errors import BindingError, HeteroError, pip_install
 from ...target.gpu_target import arch_of
 
-_log = logging.getLogger("relax_hetero")
-
 
 class CudaError(HeteroError):
     """A call of the CUDA driver that failed."""
 
-
-class CudaDriver:
-    """Functions of the driver; failures raise `CudaError`.
-
-    Parameters
-    ----------
-    api : object
-        Module ``cuda.bindings.driver``.
-    """
-
-    def __init__(self, api: Any) -> None:
-        self._api = api
-        self.graph_launch = int(self._call("cuGraphLaunch's address", self._address, b"cuGraphLaunch"))
-
-    def pinned(self, nbytes: int) -> int:
-        """Allocate host memory that all devices can access; returns its address."""
-        flags = self._api.CU_MEMHOSTALLOC_PORTABLE | self._api.CU_MEMHOSTALLOC_DEVICEMAP
-        return int(self._call("cuMemHostAlloc", self._api.cuMemHostAlloc, nbytes, flags))
-
-    def free_pinned(self, address: int) -> None:
-        """Free memory of `pinned`."""
-        self._call("cuMemFreeHost", self._api.cuMemFreeHost, address)
-
-    def capture(self, launch: Callable[[int], None]) -> int:
-        """Capture the kernels that `launch` launches on the given stream; returns an executable graph."""
-        api = self._api
-        stream = self._call("cuStreamCreate", api.cuStreamCreate, api.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        try:
-            relaxed = api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-            self._call("cuStreamBeginCapture", api.cuStreamBeginCapture, stream, relaxed)
-            try:
-                launch(int(stream))
-            finally:  # until then the stream can do nothing else
-                status, graph = api.cuStreamEndCapture(stream)
-            self._check("cuStreamEndCapture", status)
-            try:
-                executable = self._call("cuGraphInstantiate", api.cuGraphInstantiate, graph, 0)
-            finally:
-                self._call("cuGraphDestroy", api.cuGraphDestroy, graph)
-            self._call("cuGraphUpload", api.cuGraphUpload, executable, stream)
-            self._call("cuStreamSynchronize", api.cuStreamSynchronize, stream)
-            return int(executable)
-        finally:
-            self._call("cuStreamDestroy", api.cuStreamDestroy, stream)
-
-    def launch(self, graph: int, stream: int) -> None:
-        """Launch a graph, in order with the stream and with earlier launches of the graph."""
-        self._call("cuGraphLaunch", self._api.cuGraphLaunch, graph, stream)
-
-    def is_done(self, stream: int) -> bool:
-        """Return whether all work of a stream has ended; raises its error, if any."""
-        (status,) = self._api.cuStreamQuery(stream)
-        is_done: bool = status != self._api.CUresult.CUDA_ERROR_NOT_READY
-        if is_done:
-            self._check("cuStreamQuery", status)
-        return is_done
-
-    def destroy(self, graph: int) -> None:
-        """Destroy a graph; running launches complete."""
-        self._call("cuGraphExecDestroy", self._api.cuGraphExecDestroy, graph)
-
-    def error(self, call: str, code: int) -> CudaError:
-        """The exception for a failing call's code."""
-        try:
-            name = self._api.CUresult(code).name
-        except ValueError:
-            name = str(code)
-        return CudaError(f"{call} failed: {name}")
-
-    def _address(self, name: bytes) -> tuple[Any, ...]:
-        flags = self._api.CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_LEGACY_STREAM
-        return tuple(self._api.cuGetProcAddress(name, 12000, flags)[:2])
-
-    def _call(self, name: str, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
-        status, *results = function(*args)
-        self._check(name, status)
-        return results[0] if results else None
-
-    def _check(self, name: str, status: Any) -> None:
-        if int(status) != 0:
-            raise self.error(name, int(status))
-
-
-def free_after_use(
-    driver: CudaDriver, devices: Sequence[runtime.Device], address: int, graphs: Mapping[Any, int] | None = None
-) -> None:
-    """Free pinned memory that launches of devices may still use, and destroy graphs that use it; for finalizers."""
-    try:
-        for device in devices:
-            device.sync()
-        for graph in (graphs or {}).values():
-            driver.destroy(graph)
-        driver.free_pinned(address)
-    except Exception:  # at process exit the driver may have shut down already
-        _log.debug("pinned memory of %s was not freed", ", ".join(map(str, devices)), exc_info=True)
-
-
-@cache
-def cuda_driver() -> CudaDriver | str:
-    """The driver, or the reason why it is unavailable."""
-    try:
-        from cuda.bindings import driver
-    except ImportError:
-        return f"the package cuda-bindings is not installed ({pip_install('cuda')})"
-    try:
-        return CudaDriver(driver)
-    except (CudaError, RuntimeError) as error:  # the driver's library is absent or too old
-        return str(error)
-
-
-# Checks that a GPU can run code, before anything runs.
 
 _ARCH = re.compile(r"sm_([0-9]+)([0-9])([a-z]?)")
 

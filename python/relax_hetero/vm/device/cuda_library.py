@@ -86,6 +86,7 @@ _GRAPH_ARGUMENTS = {
     "cuStreamUpdateCaptureDependencies": (c_void_p, POINTER(c_void_p), c_size_t, c_uint),
     "cuGraphAddChildGraphNode": (POINTER(c_void_p), c_void_p, c_void_p, c_size_t, c_void_p),
     "cuGraphDestroy": (c_void_p,),
+    "cuGraphDestroyNode": (c_void_p,),
     "cuGraphGetNodes": (c_void_p, c_void_p, POINTER(c_size_t)),
     "cuGraphGetEdges_v2": (c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_size_t)),
     "cuGraphNodeGetType": (c_void_p, POINTER(c_int)),
@@ -94,9 +95,10 @@ _GRAPH_ARGUMENTS = {
     "cuGraphAddEventRecordNode": (POINTER(c_void_p), c_void_p, c_void_p, c_size_t, c_void_p),
     "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, c_uint64),
     "cuGraphUpload": (c_void_p, c_void_p),
+    "cuGraphLaunch": (c_void_p, c_void_p),
     "cuGraphExecDestroy": (c_void_p,),
 }
-"""Functions that only collectives of NCCL and profiles of meshes need: a driver may lack them."""
+"""Functions of graphs, which a driver may lack."""
 
 
 class CudaLibrary:

@@ -6,15 +6,20 @@ host refers to it. That is safe for later work in the same stream, but not for c
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from tvm import runtime
 
 from ...errors import BindingError
 from ...target.element_types import numpy_dtype
 from .cuda_library import CudaLibrary, cuda_library
+
+_log = logging.getLogger("relax_hetero")
 
 
 class PinnedBlock:
@@ -95,3 +100,17 @@ class _Array:
         self._block = block
         data = (block.address, False)
         self.__array_interface__ = {"shape": (block.nbytes,), "typestr": "|u1", "data": data, "version": 3}
+
+
+def free_after_use(
+    library: CudaLibrary, devices: Sequence[runtime.Device], address: int, graphs: Mapping[Any, int] | None = None
+) -> None:
+    """Free pinned memory that launches of devices may still use, and destroy graphs that use it; for finalizers."""
+    try:
+        for device in devices:
+            device.sync()
+        for graph in (graphs or {}).values():
+            library.call("cuGraphExecDestroy", graph)
+        library.call("cuMemFreeHost", address)
+    except Exception:  # at process exit the driver may have shut down already
+        _log.debug("pinned memory of %s was not freed", ", ".join(map(str, devices)), exc_info=True)

@@ -20,7 +20,9 @@ from tvm import runtime
 from ...artifact.mailboxes import DATA, MailboxSpec, offsets_of
 from ...artifact.metadata import ConstantSpec, Metadata
 from ...errors import BindingError, HeteroError
-from .cuda_driver import CudaDriver, cuda_driver, free_after_use
+from .cuda_library import cuda_library
+from .cuda_memory import free_after_use
+from .cuda_streams import Stream
 from .tensors import alias, copy_into, from_array, is_host
 
 _BLOCKING = "CUDA_LAUNCH_BLOCKING"
@@ -46,23 +48,22 @@ class Mailboxes:
     """
 
     def __init__(self, specs: Sequence[MailboxSpec], gpus: Sequence[runtime.Device]) -> None:
-        driver = cuda_driver()
-        if not isinstance(driver, CudaDriver):
+        library = cuda_library()
+        if library is None:
             raise BindingError(
-                f"this model has command buffers of the CPU and of a GPU that wait for each other, and expects CUDA "
-                f"graphs: found none, {driver}"
+                "this model has command buffers of the CPU and of a GPU that wait for each other, and expects CUDA "
+                "graphs: found no CUDA driver that works"
             )
         if os.environ.get(_BLOCKING, "0") not in ("", "0"):
             raise BindingError(
                 f"{_BLOCKING}={os.environ[_BLOCKING]}: launches would wait for the GPU, which waits for the CPU in "
                 f"this model; expected it unset"
             )
-        self._driver, self._gpus = driver, list(gpus)
-        for gpu in gpus:
-            gpu.sync()  # makes its context current in this thread, which the driver needs
+        self._library, self._gpus = library, list(gpus)
+        library.use(gpus[0].index)
         self._offsets, size = offsets_of(specs)
-        self._address = driver.pinned(size)
-        weakref.finalize(self, free_after_use, driver, self._gpus, self._address)
+        self._address = library.pinned(size)
+        weakref.finalize(self, free_after_use, library, self._gpus, self._address)
         self._bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._address))
         self._bytes[:] = 0
         flags = np.array(list(self._offsets.values())) // 4
@@ -104,7 +105,7 @@ class Mailboxes:
             self._words[self._flags] = 0
 
     def _are_done(self) -> bool:
-        return all([self._driver.is_done(tvm_ffi.get_raw_stream(gpu)) for gpu in self._gpus])
+        return all([Stream.current(self._library, gpu).done() for gpu in self._gpus])
 
 
 _machines: weakref.WeakSet[Mailboxes] = weakref.WeakSet()

@@ -21,12 +21,13 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.peer_layout import PEER_MEMORY, initial_zeros, memory_bytes
+from ...artifact.peer_layout import AWAIT_LAUNCHES, PEER_MEMORY, initial_zeros, memory_bytes
 from ...errors import HeteroError
 from .builtins import current_machine
 from .cuda_copies import enable_peer_access, has_peer_access
 from .cuda_library import CUDA, cuda_library
 from .cuda_streams import Stream
+from .graph_launches import GraphLaunch
 from .tensors import copy_into, empty, from_array, part_of
 
 
@@ -40,6 +41,8 @@ class _PeerCall(threading.local):
     is_repeated = False  # whether it is the second call of compiled code, after one that made graphs
     has_lock = False  # whether this thread launches kernels of GPUs of a mesh, and no other thread does (`_launching`)
     collects_later = False  # whether Python collects garbage again after the call
+    is_by_nccl = False  # whether its graphs have kernels of NCCL
+    launches: Sequence[GraphLaunch] = ()  # of graphs, which threads of the GPUs make
 
 
 peer_call = _PeerCall()
@@ -84,6 +87,7 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
                     f"command buffer {call.missing} made its graph in a repeated call; expected the graphs of all "
                     "GPUs of the mesh after the first"
                 )
+        await_launches()
     except BaseException:
         if call.uses_peers:
             _unfinished.add(id(devices))
@@ -96,6 +100,14 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
         flags.clear()
         flags.update(outer)
     return result
+
+
+@tvm_ffi.register_global_func(AWAIT_LAUNCHES, override=True)
+def await_launches() -> None:
+    """Wait for the launches of this thread's call; errors are those of `GraphLaunch.wait`."""
+    launches, peer_call.launches = peer_call.launches, ()
+    for launch in launches:
+        launch.wait()
 
 
 _launching = threading.RLock()  # kernels of two machines begin in the same order on all GPUs

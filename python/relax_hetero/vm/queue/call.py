@@ -50,21 +50,13 @@ class QueuedCall:
         Fence that gets the result, or the error.
     owner : object
         Virtual machine, kept alive until the call has ended.
-
-    Attributes
-    ----------
-    values : list of object
-        Values by number; None before they are issued and after their last reader.
-    points : dict of int to Point
-        Stream points, by number, of values that are issued and not yet complete.
-    sizes : mapping of str to int
-        Values of symbolic dimensions.
     """
 
     def __init__(self, plan: QueuePlan, number: int, prepared: PreparedCall, fence: Fence, owner: object) -> None:
-        self.sizes = prepared.sizes
+        self.sizes = prepared.sizes  # values of symbolic dimensions
+        # Values by number; None before they are issued and after their last reader.
         self.values: list[Any] = [*prepared.values, *(None,) * (plan.num_values - len(prepared.values))]
-        self.points: dict[int, Point] = {}
+        self.points: dict[int, Point] = {}  # stream points, by number, of values that are issued and not yet complete
         self._plan, self._number, self._fence, self._owner = plan, number, fence, owner
         self._finish: Callable[[Any], Any] | None = prepared.finish
         self._lock = threading.RLock()
@@ -96,9 +88,12 @@ class QueuedCall:
         except BaseException as error:  # kernels may be written in Python
             self.fail(index, error)
             return
+        if point is None:
+            self._mark_ended(index, results)
+            return
         self._mark_issued(index, results, point)
         queue = self._plan.queues[index]
-        if point is not None and isinstance(queue, StreamQueue):
+        if isinstance(queue, StreamQueue):
             queue.at_end(_StepWork(self, index, point))
         else:
             self._mark_ended(index)
@@ -149,22 +144,24 @@ class QueuedCall:
         self._release_values()
         return False
 
-    def _mark_issued(self, index: int, results: Sequence[Any], point: Point | None) -> None:
-        """Publish a step's results: to GPU work that waits for `point`, or to all readers if that is None."""
+    def _mark_issued(self, index: int, results: Sequence[Any], point: Point) -> None:
+        """Publish a step's results to GPU work that waits for `point`."""
         step, ready = self._plan.steps[index], []
         with self._lock:
             for number, value in zip(step.makes, results, strict=True):
                 self.values[number] = value
-                if point is not None:
-                    self.points[number] = point
+                self.points[number] = point
             if self._error is None:
                 ready = self._count_down(self._plan.readers_after_issue[index])
         self._push(ready)
 
-    def _mark_ended(self, index: int) -> None:
-        """Release a step's inputs, and publish its results as complete."""
+    def _mark_ended(self, index: int, results: Sequence[Any] | None = None) -> None:
+        """Release a step's inputs, and publish its results as complete: `results`, unless they were issued."""
         step, ready = self._plan.steps[index], []
         with self._lock:
+            if results is not None:
+                for number, value in zip(step.makes, results, strict=True):
+                    self.values[number] = value
             self._running.discard(index)
             self._num_unfinished -= 1
             for number in step.makes:

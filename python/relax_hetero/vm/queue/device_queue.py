@@ -49,17 +49,13 @@ class DeviceQueue:
         Threads that its kernels run on; None if it runs no kernels.
     node : int, optional
         NUMA node that its threads allocate memory on; None for the system's choice.
-
-    Attributes
-    ----------
-    lock
-        Held while work of this queue runs; work that uses several devices holds the locks of all.
     """
 
     def __init__(
         self, name: str, cores: Sequence[int] = (), threads: Threads | None = None, node: int | None = None
     ) -> None:
         self.name = name
+        # Held while work of this queue runs; work that uses several devices holds the locks of all.
         self.lock = threading.Lock()
         self._cores, self._threads, self._node = tuple(cores), threads, node
         self._is_open = True
@@ -136,15 +132,10 @@ class CopyThreads:
     ----------
     device_type : int
         DLPack device type.
-
-    Attributes
-    ----------
-    queues : list of DeviceQueue
-        Queues that `between` has made.
     """
 
     def __init__(self, device_type: int) -> None:
-        self.queues: list[DeviceQueue] = []
+        self.queues: list[DeviceQueue] = []  # queues that `between` has made
         self._device_type = device_type
         self._queues: dict[tuple[str, str], DeviceQueue] = {}
 

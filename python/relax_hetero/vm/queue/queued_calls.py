@@ -37,11 +37,6 @@ class CallsInFlight:
     limit : int
         Maximum number of calls in flight. Further calls block the submitting thread, or, if that runs an event loop,
         are put on a waiting list.
-
-    Attributes
-    ----------
-    fences : set of Fence
-        Fences of the calls in flight, and of some that have just ended.
     """
 
     def __init__(self, limit: int) -> None:
@@ -49,7 +44,7 @@ class CallsInFlight:
         self._lock = threading.RLock()  # reentrant: a signal handler or a finalizer may submit
         self._freed = threading.Condition(self._lock)
         self._changed = threading.Condition(self._lock)
-        self.fences: set[Fence] = set()
+        self.fences: set[Fence] = set()  # fences of the calls in flight, and of some that have just ended
         # Calls that wait for capacity without blocking a thread, each with the function to call then.
         self._waiting: dict[Fence, Callable[[], None]] = {}
         self._numbers = itertools.count(1)
@@ -135,11 +130,6 @@ class QueuedCalls:
     make_queues : callable
         Called at the first submission; neither it nor its result may refer to the machine.
 
-    Attributes
-    ----------
-    trace : Trace or None
-        Trace that records further calls.
-
     Raises
     ------
     BindingError
@@ -150,7 +140,7 @@ class QueuedCalls:
         if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
             raise BindingError(f"max_in_flight is {max_in_flight!r}, expected a positive integer")
         self.limit = max_in_flight
-        self.trace: Trace | None = None
+        self.trace: Trace | None = None  # trace that records further calls
         self._owner = weakref.ref(owner)
         self._make_queues = make_queues
         self._calls = CallsInFlight(max_in_flight)

@@ -64,13 +64,6 @@ class Queues:
         Threads of the machine, which its CPU devices share.
     mailboxes : Mailboxes, optional
         Mailboxes of the machine.
-
-    Attributes
-    ----------
-    by_entry : list of DeviceQueue
-        Queues by manifest index; the last is the host's.
-    all : list of DeviceQueue
-        Queues by physical device, without those of copies.
     """
 
     def __init__(
@@ -113,8 +106,8 @@ class Queues:
                     queue = DeviceQueue(name, cpus.get(key, ()), pool, nodes.get(key))
                 queues[key] = queue
         self._copy_queues = _copy_queues(keys)
-        self.by_entry = [queues[key] for key in keys]
-        self.all = list(queues.values())
+        self.by_entry = [queues[key] for key in keys]  # queues by manifest index; the last is the host's
+        self.all = list(queues.values())  # queues by physical device, without those of copies
         # TVM's virtual machine of each queue's thread, with its functions by name.
         self._modules: dict[DeviceQueue, tuple[runtime.Module, dict[str, Any]]] = {}
         _open_queues.add(self)
@@ -193,7 +186,11 @@ class Queues:
         if step.takes_constants:
             reads.append(self._constants)
         current_machine.devices_and_scopes = self._devices, self._scopes
-        function = self._function(self.by_entry[step.device], step.function)
+        queue = self.by_entry[step.device]
+        function = self._function(queue, step.function)
+        if not step.other_devices and is_host(self._devices[step.device]):
+            with queue.lock:
+                return function(*reads)
         if not all(is_host(self._devices[entry]) for entry in step.devices):
             function = partial(self._on_streams, step, function)
         queues_of_step = {self.by_entry[entry] for entry in step.devices}

@@ -45,18 +45,12 @@ class StreamQueue(DeviceQueue):
     ----------
     name : str
         Name of the threads, also in messages.
-
-    Attributes
-    ----------
-    stream : Stream
-        Stream of the work.
-    ends : DeviceQueue
-        Queue whose thread waits for the ends of issued work, in the order of issue.
     """
 
     def __init__(self, name: str, stream: Stream) -> None:
         super().__init__(name, threads=Threads(1, True))
-        self.stream = stream
+        self.stream = stream  # stream of the work
+        # Queue whose thread waits for the ends of issued work, in the order of issue.
         self.ends = DeviceQueue(f"ends of {name}")
         self._end_numbers = itertools.count()
 
@@ -121,16 +115,10 @@ STAGING_BYTES = 4 << 30
 
 
 class CopyQueues:
-    """A queue for each ordered pair of a machine's devices, at least one of them a GPU.
-
-    Attributes
-    ----------
-    queues : list of StreamQueue
-        Queues that `between` has made.
-    """
+    """A queue for each ordered pair of a machine's devices, at least one of them a GPU."""
 
     def __init__(self, library: CudaLibrary, gpus: Iterable[int]) -> None:
-        self.queues: list[StreamQueue] = []
+        self.queues: list[StreamQueue] = []  # queues that `between` has made
         self._library = library
         self._queues: dict[tuple[str, str], StreamQueue] = {}
         self._staging = {gpu: BlockPool(partial(DeviceBlock, library, gpu), STAGING_BYTES) for gpu in gpus}

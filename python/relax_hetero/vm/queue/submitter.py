@@ -55,13 +55,6 @@ class Submitter:
     threads : Threads
         Worker threads of the machine's kernels.
 
-    Attributes
-    ----------
-    queued_functions : set of str
-        Functions whose plain calls (those that wait for the result) also go through the queues.
-    is_cpu_only : bool
-        Whether all devices are CPUs.
-
     Raises
     ------
     BindingError
@@ -83,12 +76,13 @@ class Submitter:
     ) -> None:
         metadata = executable.metadata
         self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)
+        # Functions whose plain calls (those that wait for the result) also go through the queues.
         self.queued_functions = (
             set(executable.function_names)
             if has_lost_threads(threads)
             else functions_to_queue(metadata, is_bound=bool(threads.cpus))
         )
-        self.is_cpu_only = all(map(is_host, devices))
+        self.is_cpu_only = all(map(is_host, devices))  # whether all devices are CPUs
         self._devices = devices
         self._executable, self._binder, self._lock = executable, binder, lock
         self._pool_watch, self._constants, self._threads = pool_watch, constants, threads

@@ -34,9 +34,12 @@ from ...artifact.commands import Dispatch, RegionSpec
 from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import CACHED_GRAPHS, RING_ROWS, Layout
 from ...artifact.metadata import Metadata
-from ..device.cuda_driver import CudaDriver, CudaError, cuda_driver, free_after_use
-from ..device.cuda_library import cuda_library
-from ..device.cuda_streams import check_wait
+from ..device.cuda_driver import CudaError
+from ..device.cuda_graphs import executable_graph
+from ..device.cuda_library import CudaLibrary, cuda_library
+from ..device.cuda_memory import free_after_use
+from ..device.cuda_streams import Stream, check_wait
+from ..device.graph_launches import GraphLaunch
 from ..device.peer_memory import peer_call
 from ..device.tensors import alias, copy_into, empty, from_array
 from .timed_graph import TimedGraph
@@ -73,8 +76,8 @@ class CudaGraph:
     launch_all : callable
         Compiled function that launches all kernels, to run them or to capture them. It takes the address of the plan
         (words with addresses: ring, table, bindings, constants, arena; `graph_layout`) and the parameters.
-    driver : CudaDriver or str
-        Driver, or the reason why graphs are unavailable.
+    library : CudaLibrary
+        Driver.
     arena : runtime.Tensor, optional
         Memory for transient values, shared with other graphs; None for an arena of its own, which grows.
     has_mailboxes : bool
@@ -97,11 +100,12 @@ class CudaGraph:
         constants: Sequence[int],
         submit: Callable[..., None],
         launch_all: Callable[..., None],
-        driver: CudaDriver | str,
+        library: CudaLibrary,
         arena: runtime.Tensor | None = None,
         has_mailboxes: bool = False,
     ) -> None:
-        self._has_mailboxes, self._reason = has_mailboxes, ""
+        self._library, self._has_mailboxes = library, has_mailboxes
+        self._reason = ""  # why there are no graphs
         self.region, self._times_kernels = region, False
         self._timed: TimedGraph | None = None
         self._name, self._device, self._launch_all = region.name, device, launch_all
@@ -112,14 +116,14 @@ class CudaGraph:
         self._arenas: dict[_ParameterValues, runtime.Tensor] = {}  # that the graphs use
         self._cached: list[_ParameterValues | None] = [None] * CACHED_GRAPHS
         self._seen_once: OrderedDict[_ParameterValues, None] = OrderedDict()
-        self._driver = driver if isinstance(driver, CudaDriver) else None
         count = layout.state_words
-        address = driver.pinned(8 * count) if isinstance(driver, CudaDriver) else 0
-        host = _words_at(address, count) if address else empty((count,), "int64", runtime.cpu())
+        library.use(device.index)
+        host = _words_at(address := library.pinned(8 * count), count)
         self._words: np.ndarray = np.from_dlpack(host)
         self._words[:] = 0
         self._words[graph_layout.DEVICE] = device.index
         self._words[graph_layout.GET_STREAM] = _address_of(_get_stream)
+        self._words[graph_layout.LAUNCH] = library.address("cuGraphLaunch")
         self.state = alias(host, device)
         self._device_table = empty((layout.table_words,), "int64", device)
         copy_into(from_array(np.zeros(layout.table_words, "int64")), self._device_table)
@@ -127,10 +131,7 @@ class CudaGraph:
         self._plan = np.zeros(layout.constants + len(constants) + 1, "int64")
         self._plan[graph_layout.TABLE] = self._device_table.data_ptr()
         self._plan[layout.constants :] = [*constants, self._arena.data_ptr()]
-        if self._driver is None:
-            self._warn(str(driver))
-        else:
-            weakref.finalize(self, free_after_use, self._driver, [device], address, self._captured)
+        weakref.finalize(self, free_after_use, library, [device], address, self._captured)
         _graphs[self.state.data_ptr()] = self
 
     def submit_slowly(self) -> None:
@@ -138,14 +139,14 @@ class CudaGraph:
         layout, words = self._layout, self._words
         bindings = words[layout.slow_bindings : layout.slow_bindings + layout.slots]
         values = tuple(map(int, words[layout.slow_parameters : layout.slow_parameters + layout.parameters]))
-        if self._times_kernels and self._driver is not None:
+        if self._times_kernels and not self._reason:
             return self._submit_timed(bindings, values)
         needs_graph = self._has_mailboxes or peer_call.uses_peers
         if needs_graph and values not in self._captured:
-            if self._driver is not None:
+            if not self._reason:
                 self._reserve_arena(values)
                 self._capture(values)
-            if self._driver is None:
+            if self._reason:
                 raise CudaError(
                     f"command buffer {self._name!r} on {self._device} exchanges values with other devices, and needs a "
                     f"CUDA graph: {self._reason}"
@@ -155,10 +156,10 @@ class CudaGraph:
         if peer_call.is_incomplete:
             return  # the call is repeated
         graph = self._captured.get(values)
-        if graph is None or self._driver is None:
+        if graph is None:
             self._reserve_arena(values)
             self._launch_without_graph(bindings, values)
-            if self._driver is not None and self._is_repeated(values):
+            if not self._reason and self._is_repeated(values):
                 self._capture(values)
             return
         if not peer_call.uses_peers:  # all GPUs of a mesh drop the same graphs, whichever come here
@@ -191,30 +192,33 @@ class CudaGraph:
         if peer_call.is_repeated:
             assert self._timed is not None, "a call that only makes graphs comes first"
             return self._launch(self._timed.handle, bindings)
-        library = cuda_library()
-        assert library is not None, "a mesh of GPUs has a driver"
         self._reserve_arena(values)
-        self._timed = TimedGraph(library, self._device.index, lambda stream: self._record(stream.handle, values))
+        self._timed = TimedGraph(self._library, self._device.index, lambda stream: self._record(stream, values))
         peer_call.is_incomplete, peer_call.missing = True, f"{self._name!r} on {self._device}"
 
     def _launch(self, graph: int, bindings: np.ndarray) -> None:
-        assert self._driver is not None, "there is no graph without a driver"
         layout, words = self._layout, self._words
-        stream = tvm_ffi.get_raw_stream(self._device)
+        stream = Stream.current(self._library, self._device)
         ticket, begin = int(words[graph_layout.SUBMITTED]), time.monotonic()
         while ticket - int(words[graph_layout.CONSUMED]) >= RING_ROWS:
-            self._driver.is_done(stream)  # raises the error of a failed stream
+            stream.done()  # raises the error of a failed stream
             check_wait(self._device.index, time.monotonic() - begin)
             time.sleep(_POLL_SECONDS)
         row = layout.ring + ticket % RING_ROWS * layout.slots
         words[row : row + layout.slots] = bindings
-        self._driver.launch(graph, stream)
-        words[graph_layout.SUBMITTED] = ticket + 1
+
+        def count() -> None:
+            words[graph_layout.SUBMITTED] = ticket + 1
+
+        if peer_call.is_by_nccl or self._times_kernels:
+            peer_call.launches = [*peer_call.launches, GraphLaunch(self._library, graph, stream, count)]
+        else:
+            self._library.call("cuGraphLaunch", graph, stream.handle)
+            count()
 
     def launch_error(self, code: int) -> CudaError:
         """The error for a graph launch that returned `code`."""
-        assert self._driver is not None, "there is no graph without a driver"
-        return self._driver.error(f"launching command buffer {self._name!r} on {self._device}", code)
+        return self._library.error(f"launching command buffer {self._name!r} on {self._device}", code)
 
     def _is_repeated(self, values: _ParameterValues) -> bool:
         """Record parameter values, and return whether they occurred before; True without parameters."""
@@ -257,31 +261,37 @@ class CudaGraph:
         self._launch_all(ctypes.c_void_p(self._plan.ctypes.data), *values)
 
     def _capture(self, values: _ParameterValues) -> None:
-        assert self._driver is not None, "capturing needs a driver"
         try:
-            graph = self._driver.capture(lambda stream: self._record(stream, values))
+            graph = executable_graph(self._library, self._device.index, lambda stream: self._record(stream, values))
         except Exception as error:  # a kernel may do something that cannot be captured
             while self._captured:
                 self._drop(next(iter(self._captured)))
-            self._driver = None
-            self._warn(str(error).strip().splitlines()[-1])
+            self._reason = str(error).strip().splitlines()[-1]
+            _log.warning(
+                "command buffer %r on %s is launched kernel by kernel, not as a graph: %s",
+                *(self._name, self._device, self._reason),
+            )
             return
         if len(self._captured) == MAX_GRAPHS:
             self._drop(next(iter(self._captured)))
         self._captured[values], self._arenas[values] = graph, self._arena
-        self._words[graph_layout.LAUNCH] = self._driver.graph_launch
         self._cache_graph(values, graph)
 
-    def _record(self, stream: int, values: _ParameterValues) -> None:
+    def _record(self, stream: Stream, values: _ParameterValues) -> None:
         """Launch all kernels on a stream that captures them."""
         words = self.state.data_ptr()
         self._plan[graph_layout.RING] = words + 8 * self._layout.ring
         self._plan[graph_layout.CONSUMED_ADDRESS] = words + 8 * graph_layout.CONSUMED
-        with tvm_ffi.use_raw_stream(self._device, stream):
+        with tvm_ffi.use_raw_stream(self._device, stream.handle):
             self._run_plan(values)
 
     def _cache_graph(self, values: _ParameterValues, graph: int) -> None:
-        """Put a graph into the cache that compiled code searches, in place of the oldest entry."""
+        """Put a graph into the cache that compiled code searches, in place of the oldest entry.
+
+        Compiled code launches graphs itself, those of NCCL excepted (`vm.device.graph_launches`).
+        """
+        if peer_call.is_by_nccl:
+            return
         if not values:
             self._words[graph_layout.GRAPH] = graph
         elif values not in self._cached:
@@ -289,14 +299,13 @@ class CudaGraph:
             self._write_cache()
 
     def _drop(self, values: _ParameterValues) -> None:
-        assert self._driver is not None, "there is no graph without a driver"
         graph, _ = self._captured.pop(values), self._arenas.pop(values)
         if not values:
             self._words[graph_layout.GRAPH] = 0
         elif values in self._cached:
             self._cached[self._cached.index(values)] = None
             self._write_cache()
-        self._driver.destroy(graph)
+        self._library.call("cuGraphExecDestroy", graph)
 
     def _write_cache(self) -> None:
         layout = self._layout
@@ -304,12 +313,6 @@ class CudaGraph:
             entry = [0] * layout.cache_entry_words if values is None else [self._captured[values], *values]
             begin = layout.graph_cache + index * layout.cache_entry_words
             self._words[begin : begin + layout.cache_entry_words] = entry
-
-    def _warn(self, reason: str) -> None:
-        self._reason = reason
-        _log.warning(
-            "command buffer %r on %s is launched kernel by kernel, not as a graph: %s", self._name, self._device, reason
-        )
 
 
 _graphs: weakref.WeakValueDictionary[int, CudaGraph] = weakref.WeakValueDictionary()
@@ -352,8 +355,10 @@ def make_graphs(
             region, device = regions[spec.region], devices[spec.device]
             submit, launch_all = (module.get_function(name, True) for name in (region.name, f"{region.name}_record"))
             arena = None if isinstance(region.arena, str) else arenas[device]
+            library = cuda_library()
+            assert library is not None, "a machine with a GPU has a driver"
             graph = CudaGraph(
-                region, device, addresses, submit, launch_all, cuda_driver(), arena, metadata.has_mailboxes(region)
+                region, device, addresses, submit, launch_all, library, arena, metadata.has_mailboxes(region)
             )
             graphs.append(graph)
             values[index] = graph.state

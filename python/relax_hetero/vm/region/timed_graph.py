@@ -10,17 +10,10 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
-from graphlib import TopologicalSorter
 
+from ..device.cuda_graphs import KERNEL, add_edge, executable_graph, handles, nodes_and_edges
 from ..device.cuda_library import CudaLibrary
 from ..device.cuda_streams import Event, Stream
-from ..device.nccl_memory import captured
-
-_KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
-
-
-class _EdgeData(ctypes.Structure):
-    _fields_ = [("ports_type_reserved", ctypes.c_uint8 * 8)]
 
 
 class TimedGraph:
@@ -44,66 +37,33 @@ class TimedGraph:
 
     def __init__(self, library: CudaLibrary, gpu: int, launch: Callable[[Stream], None]) -> None:
         self._library, self._gpu = library, gpu
-        stream = Stream(library, gpu)
-        (graph,) = captured(library, [stream], lambda: launch(stream))
-        try:
-            self._events = self._add_events(graph)
-            self.handle = library.create("cuGraphInstantiateWithFlags", graph, 0)
-        finally:
-            library.call("cuGraphDestroy", graph)
+        self._events: list[Event] = []
+        self.handle = executable_graph(library, gpu, launch, self._add_events)
         weakref.finalize(self, library.status, "cuGraphExecDestroy", self.handle).atexit = False
-        library.call("cuGraphUpload", self.handle, stream.handle)
-        stream.synchronize()
 
     def microseconds(self) -> list[float]:
         """Time of each kernel, once the launched graph has ended."""
         pairs = zip(self._events, self._events[1:], strict=False)
         return [1e3 * end.milliseconds_since(begin) for begin, end in pairs]
 
-    def _add_events(self, graph: int) -> list[Event]:
+    def _add_events(self, graph: int) -> None:
         """Add an event before all nodes, and one after each kernel and before all that follow it."""
-        nodes, edges = self._nodes(graph)
-        events = [self._add_event(graph, None, nodes[:1])]
-        for node in nodes:
-            kind = ctypes.c_int()
-            self._library.call("cuGraphNodeGetType", node, ctypes.byref(kind))
-            if kind.value != _KERNEL:
-                continue
+        kinds, edges = nodes_and_edges(self._library, graph)
+        self._events.append(self._add_event(graph, None, [*kinds][:1]))
+        for node in (node for node, kind in kinds.items() if kind == KERNEL):
             following = [target for source, target, _ in edges if source == node]
             for source, target, data in edges:
                 if source == node:
-                    pair = _handles([source]), _handles([target])
+                    pair = handles([source]), handles([target])
                     self._library.call("cuGraphRemoveDependencies_v2", graph, *pair, ctypes.byref(data), 1)
-            events.append(self._add_event(graph, node, following))
-        return events
-
-    def _nodes(self, graph: int) -> tuple[list[int], list[tuple[int, int, _EdgeData]]]:
-        """The nodes in order, and the edges: sources, targets and data."""
-        count = ctypes.c_size_t()
-        self._library.call("cuGraphGetNodes", graph, None, ctypes.byref(count))
-        handles = (ctypes.c_void_p * count.value)()
-        self._library.call("cuGraphGetNodes", graph, handles, ctypes.byref(count))
-        self._library.call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
-        sources, targets = ((ctypes.c_void_p * count.value)() for _ in range(2))
-        data = (_EdgeData * count.value)()
-        self._library.call("cuGraphGetEdges_v2", graph, sources, targets, data, ctypes.byref(count))
-        edges = [(int(a or 0), int(b or 0), each) for a, b, each in zip(sources, targets, data, strict=True)]
-        before: dict[int, set[int]] = {int(node or 0): set() for node in handles}
-        for source, target, _ in edges:
-            before[target].add(source)
-        return list(TopologicalSorter(before).static_order()), edges
+            self._events.append(self._add_event(graph, node, following))
 
     def _add_event(self, graph: int, after: int | None, before: list[int]) -> Event:
         """Add an event to the graph, after a node or at first, and before another one, if there is any."""
         event, node = Event(self._library, self._gpu, timed=True), ctypes.c_void_p()
-        dependencies = _handles([] if after is None else [after])
+        dependencies = handles([] if after is None else [after])
         arguments = graph, dependencies, len(dependencies), event.handle
         self._library.call("cuGraphAddEventRecordNode", ctypes.byref(node), *arguments)
         for following in before:
-            pair = _handles([node.value or 0]), _handles([following])
-            self._library.call("cuGraphAddDependencies_v2", graph, *pair, None, 1)
+            add_edge(self._library, graph, node.value or 0, following)
         return event
-
-
-def _handles(nodes: list[int]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(nodes))(*nodes)

@@ -25,6 +25,7 @@ from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameter
 from relax_hetero.frontend.gguf.place_layers import LayerProblem
 from relax_hetero.frontend.gguf.scaling import Calibration, Fleet, HostTime, Pipeline, arrangements, group_shapes
 from relax_hetero.frontend.gguf.tensor_parallel import split_caches
+from relax_hetero.llm.calibrate import _product_ratio
 from relax_hetero.target.cpu_cores import num_cores
 from relax_hetero.target.make_vdevice import parse_vdevices
 from relax_hetero.tools.scale import fleet_of
@@ -113,7 +114,8 @@ def test_arrangements_are_sorted_and_fit(large):
     assert {each.tensor for each in found} == {1, 2, 4}  # heads of keys: 4
     limit = sorted(each.device_bytes for each in found)[len(found) // 2]
     assert 0 < len(on(large, 2, 8, limit=limit)) < len(found)
-    with pytest.raises(rh.PlacementError, match="found a limit of 1,000 bytes for a device, expected at least"):
+    expected = r"found a limit of 1,000 bytes for a device, expected at least .* \(.* GiB\) on each of 16 devices"
+    with pytest.raises(rh.PlacementError, match=expected):
         on(large, 2, 8, limit=1000)
 
 
@@ -288,22 +290,23 @@ def test_replicas_without_texts_are_idle(large):
 
 
 @pytest.mark.parametrize(
-    ("shared", "ratio", "slowdown"), [(2.0, 1.0, 1.0), (0.5, 1.0, 2.0), (0.5, 0.8, 2.5), (0.5, 3.0, 1.0)]
+    ("shared", "ratio", "slowdown"), [(3.0, 1.0, 1.0), (2.0, 1.0, 1.0), (0.5, 1.0, 2.5), (0.5, 2.0, 1.75)]
 )
-def test_memory_that_devices_share_slows_what_is_above_its_share(shared, ratio, slowdown):
-    """A device that alone reads less than its share of the memory's rate, as was measured, is not slower."""
+def test_memory_that_devices_share_adds_to_the_time_of_a_byte(shared, ratio, slowdown):
+    """Twice as long for each byte as one device alone, whose kernels take `ratio` times as long as expected."""
     vdevices, alone = parse_vdevices(["llvm"] * 2), COSTS.devices[0]
-    sharing = SharingFigures(2, shared * alone.bandwidth, 1.25, 1e-5, 1e-6)
+    sharing = SharingFigures(2, 2 * alone.bandwidth, shared * alone.bandwidth, 1.25, 1e-5, 1e-6)
     fleet = Fleet.of_vdevices(vdevices, CostModel(COSTS.devices, {(0, 1): FAST}), sharing=sharing)
-    slower = fleet.at_work(COSTS, 2, 2, ratio).devices[0]
-    assert slower.bandwidth == pytest.approx(alone.bandwidth / slowdown)
-    assert slower.flops == pytest.approx(alone.flops / 1.25)
+    assert fleet.slowdowns(alone.bandwidth / ratio, 2, 2) == pytest.approx((1.0, slowdown, 1.25))
+    assert fleet.slowdowns(alone.bandwidth / ratio, 1, 1) == (1.0, 1.0, 1.0)
+    assert fleet.slowdowns(alone.bandwidth / ratio, 4, 1) == pytest.approx((2.0, slowdown, 1.25))
 
 
 def test_devices_of_a_host_share_its_cores_and_memory(large):
     """Figures of CPU devices: one alone, then as many as work at the same time, then more, which take turns."""
     _, file, model, vdevices = large
-    fleet = Fleet(1, 8, FAST, SLOW, 1e-5, False, 2, COSTS.devices[0].bandwidth / 1.5, 1.25)
+    bandwidth = COSTS.devices[0].bandwidth
+    fleet = Fleet(1, 8, FAST, SLOW, 1e-5, False, 2, bandwidth, bandwidth / 1.5, 1.25)
     parts = LayerProblem(file, model, CACHE, vdevices, COSTS, {}).search.parts
     attention = [part for part in parts if part.name == "attn"]
     costs = CostModel([replace(COSTS.devices[0], launch=0.0, flops=1e9, products={})], {})  # products decide
@@ -329,3 +332,83 @@ def test_measurements_of_layers_correct_estimates(large):
         assert corrected.decode(texts, 0)[0] == pytest.approx(ratio * short)
         assert corrected.decode(texts, 2000)[0] == pytest.approx(ratio * short + 5 * (long - short))
     assert corrected.prefill(512, 256) == pytest.approx(3 * alone.prefill(512, 256))
+
+
+def test_products_hide_reading_that_takes_longer(large):
+    """A step of many texts that takes longer than reading, when memory is shared, is not slower."""
+    _, file, model, vdevices = large
+    bandwidth = COSTS.devices[0].bandwidth
+    fleet = Fleet(1, 2, FAST, SLOW, 0.0, False, 2, bandwidth, bandwidth / 2)
+    costs = replace(COSTS, devices=[replace(COSTS.devices[0], launch=0.0)])
+    parts = LayerProblem(file, model, CACHE, vdevices, costs, {}).search.parts
+    measured = Calibration({1: 1.0, 2: 0.5, 4: 2.0}, 1.0, 1.0)
+    assert [measured.reading_ratio(texts) for texts in (1, 2, 3, 4, 64)] == [1.0, 0.5, 0.5, 0.5, 0.5]
+
+    def seconds(texts, replicas):
+        return Pipeline(parts, model, costs, fleet, 1, 1, replicas, measured).decode(texts, 0)[0]
+
+    for texts, slowdown in (1, 2.0), (2, 3.0), (4, 1.0):
+        assert seconds(texts, 2) == pytest.approx(slowdown * seconds(texts, 1), rel=0.02)
+
+
+def test_rates_of_products_follow_from_a_prefill(large):
+    """The time of products is what is left of a prefill; where little is, it says nothing about them."""
+    assert _product_ratio(lambda ratio: 1.0 + 4.0 * ratio, 3.0) == pytest.approx(0.5, abs=2e-3)
+    assert _product_ratio(lambda ratio: 1.0 + 4.0 * ratio, 9.0) == pytest.approx(2.0, abs=2e-3)
+    assert _product_ratio(lambda ratio: 1.0 + 0.5 * ratio, 3.0) == 1.0
+    assert _product_ratio(lambda ratio: 1.0 + 4.0 * ratio, 1.2) == 1.0
+    _, alone = pipeline(large, 1, 1)
+    products = Calibration({1: 1.0}, 1.0, 1.0, products=2.0)
+    slower = Pipeline(alone.stages[0], large[2], COSTS, Fleet(1, 8, FAST, SLOW), 1, 1, 1, products)
+    assert slower.prefill(4096, 4096) == pytest.approx(2 * alone.prefill(4096, 4096), rel=0.05)
+    assert slower.decode(1, 0)[0] == pytest.approx(alone.decode(1, 0)[0])  # reads weights
+
+
+def test_long_sums_are_shared_by_rows(large):
+    """Each GPU sends and receives most of an operand once or twice, however many GPUs there are."""
+    _, pair = pipeline(large, 2, 1)
+    _, four = pipeline(large, 4, 1)
+    for nbytes, factor in (512 << 10, 3), (64 << 20, 1.5):
+        start = four.sum_seconds(0)
+        assert four.sum_seconds(nbytes) - start == pytest.approx(factor * nbytes / FAST.bandwidth)
+        assert pair.sum_seconds(nbytes) - start == pytest.approx(nbytes / FAST.bandwidth)
+
+
+def test_frequent_experts_are_read_once_by_a_batch(large):
+    """With counts, texts choose fewer different experts, and devices of a group have unequal work."""
+    _, file, model, (vdevice,) = large
+    few = dict.fromkeys(range(model.layers), [100.0] * 16 + [1.0] * 112)
+    equal = dict.fromkeys(range(model.layers), [7.0] * 128)
+    rows = 64
+
+    def on_two(counts, texts=rows):
+        return {
+            each.tensor: each.token_seconds
+            for each in arrangements(
+                file, model, CACHE, vdevice, COSTS, Fleet(1, 2, FAST, SLOW), texts, None, None, counts
+            )
+            if each.stages == 1
+        }
+
+    assert on_two(equal) == pytest.approx(on_two(None))
+    assert on_two(few)[1] < 0.8 * on_two(equal)[1]
+    assert on_two(few)[2] / on_two(few)[1] > 1.1 * on_two(equal)[2] / on_two(equal)[1]  # the first device has them
+    problem = LayerProblem(file, model, CACHE, [vdevice], COSTS, {}, few)
+    experts = next(part for part in problem.search.parts if part.name == "experts")
+    chances = [8 * count / sum(few[0]) for count in few[0]]
+    assert experts.touched(rows) == pytest.approx(sum(1 - (1 - chance) ** rows for chance in chances) / 128)
+    assert experts.touched(1) == pytest.approx(8 / 128)
+
+
+def test_links_and_counts_are_given(large, runner, tmp_path):
+    (tmp_path / "counts.json").write_text(json.dumps({"expert_counts": {"0": [1] * 127 + [1000]}}))
+    common = ["scale", str(large[0]), "--vdevice", json.dumps(GPU), "--devices", "2", "--texts", "64", "--json"]
+
+    def best(*arguments):
+        found = json.loads(runner(*common, *arguments))["arrangements"]
+        return {(each["tensor"], each["stages"]): each["token_seconds"] for each in found}
+
+    usual, slow = best(), best("--link", "1", "500")
+    assert slow[2, 1] > usual[2, 1] and slow[1, 2] > usual[1, 2] and slow[1, 1] == usual[1, 1]
+    counted = best("--expert-counts", str(tmp_path / "counts.json"))
+    assert counted[1, 1] < usual[1, 1]

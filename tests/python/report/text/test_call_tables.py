@@ -13,6 +13,7 @@ from relax_hetero.artifact.memory_spec import FunctionMemory, Live, StorageSpec
 from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
 from relax_hetero.artifact.schedule import Schedule, Step
 from relax_hetero.artifact.signature import FunctionSignature, TensorSpec
+from relax_hetero.artifact.typed_data import from_data
 from relax_hetero.display.console import show
 from relax_hetero.report.text.call_tables import Schedules, memory_line, memory_lines, memory_tables, use_with
 from relax_hetero.report.text.explanation import Explanation
@@ -101,4 +102,4 @@ def test_a_row_for_each_step_of_functions_that_have_several(capsys):
 def test_json_is_the_steps():
     first, second = json.loads(json.dumps(Schedules(["llvm:0", "c:0"], [SCHEDULE, ALONE]).to_json()))
     assert first.pop("overlaps") is True and second.pop("overlaps") is False
-    assert [Schedule.from_json(data) for data in (first, second)] == [SCHEDULE, ALONE]
+    assert from_data(list[Schedule], [first, second]) == [SCHEDULE, ALONE]

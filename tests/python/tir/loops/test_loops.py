@@ -6,10 +6,10 @@ import pytest
 from tvm import relax, tirx
 from tvm.relax import op
 
-from relax_hetero.tir.loops.boxes import cut, split_axes
+from relax_hetero.tir.loops.boxes import analyzer_of, cut, split_axes
 from relax_hetero.tir.loops.flat import flatten
 from relax_hetero.tir.loops.nests import Nest, form_nests
-from relax_hetero.tir.loops.stages import NotStages, Stage, read_stages, sources
+from relax_hetero.tir.loops.stages import Axis, NotStages, Stage, read_stages, sources
 from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
 from tir.kernel_runs import VECTOR_NAMES
 from transform.scheduled_ops import Build, Operands, f32, formed, i32, kernels, pool
@@ -44,6 +44,15 @@ def test_stages_of_a_pool():
     assert [axis.extent for axis in largest.spatial] == [1, 5, 5, 20]
     assert [axis.extent for axis in largest.reduced] == [3, 3]
     assert len(largest.initial) == 1
+
+
+def test_positions_of_axes_of_one_element_keep_their_type():
+    """Analyzers put the begin of such an axis in its variable's place; int32 in int64 comparisons corrupted memory."""
+    var, limit = tirx.Var("i", "int64"), tirx.Var("limit", "int64")
+    one = tirx.IntImm("int64", 1)
+    analyzer = analyzer_of(Nest((Axis(var, one),), (var,)), [(0, one)])
+    chosen = analyzer.simplify(tirx.Select(var < limit, limit - var - 1, var))
+    assert chosen.condition.a.ty.dtype == chosen.false_value.ty.dtype == "int64"
 
 
 def test_scheduled_kernels_are_not_stages():

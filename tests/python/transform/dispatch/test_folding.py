@@ -1,6 +1,8 @@
 """Constant folding: no result that is many times larger than its constants, no kernel of a device that is not there."""
 
+import ml_dtypes
 import numpy as np
+import pytest
 import tvm
 from tvm import relax
 from tvm.script import relax as R
@@ -10,6 +12,7 @@ import relax_hetero as rh
 from modules import ir_module
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform.pipeline import pipeline_steps
+from relax_hetero.vm.device.tensors import share_or_copy
 
 
 def test_no_constant_is_folded_that_would_fill_the_memory():
@@ -23,6 +26,21 @@ def test_no_constant_is_folded_that_would_fill_the_memory():
     executable = rh.compile(builder.get(), cache=False)
     assert sum(np.prod(spec.shape) for spec in executable.metadata.constants) <= 2
     assert (rh.vm.VirtualMachine(executable)["main"]().numpy() == 2).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_constants_within_others_are_aligned_before_kernels_read_them(dtype):
+    """Parts of weights over a mesh are such views; kernels load aligned vectors."""
+    array = np.arange(200).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    at = next(begin for begin in range(8, 72) if (array.ctypes.data + begin * array.itemsize) % 16 == 8)
+    part = array[at : at + 96].reshape(4, 24)
+    builder = relax.BlockBuilder()
+    with builder.function("main", []):
+        with builder.dataflow():
+            result = builder.emit_output(builder.emit(relax.op.astype(relax.const(share_or_copy(part)), "int32")))
+        builder.emit_func_output(result)
+    vm = rh.vm.VirtualMachine(rh.compile(builder.get(), cache=False))
+    np.testing.assert_array_equal(vm["main"]().numpy(), part.astype("int32"))
 
 
 @ir_module({"kind": "cuda", "arch": "sm_90"})

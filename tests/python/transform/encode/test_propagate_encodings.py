@@ -343,6 +343,23 @@ def test_two_products_meet_in_the_later_one():
     check_numbers(Before, after)
 
 
+def test_a_value_before_a_cast_that_a_later_product_reads_stays():
+    """The sum reads the float16 value instead of the widened one, so the first product's work ends there."""
+
+    @ir_module()
+    def Before(x: R.Tensor((2, 3), "float16"), w: R.Tensor((3, 4), "float16"), v: R.Tensor((4, 4), "float32")):
+        with R.dataflow():
+            narrow = R.matmul(x, w)
+            wide = R.astype(narrow, "float32")
+            z = R.add(R.matmul(R.nn.softmax(wide), v), wide)
+            R.output(z)
+        return z
+
+    after = propagated(Before)
+    assert expressions(after) == ["cast(x0, 'float16')", "add(x0, cast(x1, 'float32'))"]
+    check_numbers(Before, after)
+
+
 def test_broadcasts_that_would_grow_the_result_stay():
     @ir_module()
     def Before(x: R.Tensor((1, 3), "float32"), w: R.Tensor((3, 4), "float32"), big: R.Tensor((5, 4), "float32")):

@@ -11,7 +11,8 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import ir_module
-from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, StorageSpec, memory_to_json
+from relax_hetero.artifact.memory_spec import CallStep, FunctionMemory, Live, StorageSpec
+from relax_hetero.artifact.typed_data import to_data
 from relax_hetero.transform import LowerToVM
 from relax_hetero.transform.ir.module_attrs import MEMORY
 from relax_hetero.transform.lower.annotate_memory import AnnotateMemory, memory_of
@@ -59,7 +60,7 @@ def test_storage_shared_by_two_tensors_and_a_view_that_keeps_one():
     assert memory.tensors == (Live(0, 16, 0, 1), Live(1, 16, 1, 2), Live(0, 8, 2, 2))
     # Before and after differ in this attribute alone.
     expected = Mod.clone()
-    expected["main"] = Mod["main"].with_attr(MEMORY, json.dumps(memory_to_json(memory)))
+    expected["main"] = Mod["main"].with_attr(MEMORY, json.dumps(to_data(memory)))
     assert_structural_equal(AnnotateMemory()(Mod), expected)
 
 

@@ -80,6 +80,7 @@ class Expected:
         b: R.Tensor((2,), "int64") = R.memory.alloc_tensor(t, 0, R.shape([2]), "int64", 1)
         cls.graph_0(m, a)
         cls.graph_1(n, b)
+        R.call_packed("relax_hetero.await_launches", ty_args=R.Tuple())
         R.memory.kill_tensor(m)
         R.memory.kill_tensor(n)
         _ = R.call_packed("test.read", a, ty_args=R.Any)
@@ -87,8 +88,10 @@ class Expected:
         c: R.Tensor((2,), "int64") = R.memory.alloc_tensor(u, 0, R.shape([2]), "int64", 1)
         d: R.Tensor((2,), "int64") = R.memory.alloc_tensor(t, 0, R.shape([2]), "int64", 1)
         cls.graph_1(b, c)
+        R.call_packed("relax_hetero.await_launches", ty_args=R.Tuple())
         R.memory.kill_tensor(b)
         cls.graph_1(c, d)
+        R.call_packed("relax_hetero.await_launches", ty_args=R.Tuple())
         R.memory.kill_tensor(c)
         return d
 

@@ -20,7 +20,6 @@ from relax_hetero.transform.ir.module_attrs import COMMANDS
 from relax_hetero.transform.record.donated import with_donated
 from relax_hetero.transform.record.form_cuda_graphs import GRAPH_CONSTANTS, FormCudaGraphs, form_cuda_graphs
 from relax_hetero.transform.record.region_attrs import kernels_of, regions_of
-from relax_hetero.vm.device.cuda_driver import cuda_driver
 from relax_hetero.vm.region import cuda_graph
 
 CUDA = {"kind": "cuda", "arch": "sm_90"}
@@ -416,24 +415,6 @@ def test_modules_without_cuda_and_lowered_ones_are_left():
 def test_stock_tvm_builds_the_pipelines_module():
     built = tvm.compile(Steps, relax_pipeline=rh.get_pipeline())
     assert " step(" in sources(built.mod)
-
-
-def test_a_driver_is_found_or_the_reason_is_reported(monkeypatch):
-    import builtins
-
-    real = builtins.__import__
-
-    def without_cuda(name, *args, **kwargs):
-        if name.startswith("cuda"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_cuda)
-    cuda_driver.cache_clear()
-    try:
-        assert "relax-hetero[cuda]" in cuda_driver()
-    finally:
-        cuda_driver.cache_clear()
 
 
 def test_an_executable_without_graphs_needs_no_state(caplog):

@@ -1,5 +1,7 @@
 """Sums of GPUs by kernels: norms and residuals that become parts of them, and the ones that stay."""
 
+from textwrap import dedent
+
 import numpy as np
 import pytest
 import tvm
@@ -73,6 +75,73 @@ def shapes_of(call):
     return [([int(extent) for extent in ty.shape.values], str(ty.dtype)) for ty in types]
 
 
+def text_of(expr):
+    """A value of the program as text, with ``_`` for constants and numbers."""
+    if isinstance(expr, relax.Var):
+        return expr.name
+    if isinstance(expr, relax.Tuple):
+        return ", ".join(map(text_of, expr.fields))
+    if isinstance(expr, relax.TupleGetItem):
+        return f"{text_of(expr.tuple_value)}[{expr.index}]"
+    if not isinstance(expr, relax.Call):
+        return "_"
+    name, args = op_name(expr).removeprefix("relax."), expr.args
+    if name == "call_tir":
+        name, args = args[0].name_hint, args[1].fields
+    return f"{name}({', '.join(map(text_of, args))})"
+
+
+# What the first GPU computes after the partition.
+
+SHORT = """
+    lv = matmul(x, _)
+    lv1 = matmul(lv, _)
+    a = add(x, lv1)
+    a_sum_and_norm = all_reduce_0_of_2(a, peer_memory, a, _)
+    b = a_sum_and_norm[0]
+    a_sum = a_sum_and_norm[1]
+    lv10 = astype(b)
+    lv11 = matmul(lv10, _)
+    lv12 = matmul(lv11, _)
+    c = add(lv12, a_sum)
+    c_sum = all_reduce_0_of_21(c, peer_memory, b)
+    lv14 = nn.softmax(c_sum)
+    d = matmul(lv14, _)
+"""
+LONG = """
+    lv = matmul(x, _)
+    lv1 = matmul(lv, _)
+    a_sum_and_norm = all_reduce_0_of_2(lv1, peer_memory, lv1, x, _)
+    b = a_sum_and_norm[0]
+    a_sum_rows = a_sum_and_norm[1]
+    lv10 = astype(b)
+    lv11 = matmul(lv10, _)
+    lv12 = matmul(lv11, _)
+    c_sum = all_reduce_0_of_21(lv12, peer_memory, b, a_sum_rows)
+    lv14 = nn.softmax(c_sum)
+    d = matmul(lv14, _)
+"""
+LAYER_NORMS_AND_A_ROW = """
+    lv = matmul(x, _)
+    lv1 = matmul(lv, _)
+    a_sum_and_norm = all_reduce_0_of_2(lv1, peer_memory, lv1, x, _, _)
+    b = a_sum_and_norm[0]
+    a_sum_rows = a_sum_and_norm[1]
+    lv4 = matmul(b, _)
+    lv5 = matmul(lv4, _)
+    c_sum_and_norm = all_reduce_0_of_21(lv5, peer_memory, b, a_sum_rows, _, _)
+    d = c_sum_and_norm[0]
+    c_sum_rows = c_sum_and_norm[1]
+    lv8 = matmul(d, _)
+    e = matmul(lv8, _)
+    lv10 = kept_rows(c_sum_rows, last)
+    lv11 = take(e, last)
+    f = add(lv10, lv11)
+    lv13 = all_reduce_0_of_22(f, peer_memory, d, _, _)
+    g = matmul(lv13, _)
+"""
+
+
 def test_a_norm_becomes_a_part_of_a_short_sum():
     first, second, after = kernels_of(layers(4))
     assert [shapes_of(call) for call in first] == [[([4, 64], "float16"), ([4, 64], "float32")], [([4, 64], "float32")]]
@@ -118,6 +187,22 @@ def prefill(rows):
         return (g,)
 
     return module
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        pytest.param(lambda: layers(4), SHORT, id="short"),
+        pytest.param(lambda: layers(4096), LONG, id="long"),
+        pytest.param(lambda: prefill(4096), LAYER_NORMS_AND_A_ROW, id="row"),
+    ],
+)
+def test_forms(before, expected):
+    bindings = walk_bindings(partition_by_mesh(before())["main"].body)
+    lines = [f"{binding.var.name} = {text_of(binding.value)}" for binding in bindings]
+    exchanges = ("call_pure_packed", "to_vdevice", "concat", "@")
+    assert [line for line in lines if not any(word in line for word in exchanges)] == dedent(expected).split("\n")[1:-1]
 
 
 @pytest.mark.parametrize("last", [-1, 0, 1, 2047, 2048, 4095, 4096])

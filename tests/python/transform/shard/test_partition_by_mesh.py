@@ -282,6 +282,24 @@ def test_a_mesh_of_one_device_takes_any_sharding():
     assert ops_of(partition_by_mesh(module)) == ["relax.nn.relu"]
 
 
+def test_weights_that_cannot_be_cut_are_computed_whole():
+    """Columns of a reshaped row are not one part of the row."""
+
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            w: R.Tensor((4, 4), "float32", "llvm[0:2]") = R.reshape(R.const(W[0]), (4, 4))
+            s: R.Tensor((4, 4), "float32", "llvm[0:2]") = R.hetero.shard(w, "S[1]")
+            y = R.matmul(s, x)
+            R.output(y)
+        return y
+
+    x = np.random.default_rng(2).standard_normal((4, 8)).astype("float32")
+    after = partition_by_mesh(module)
+    np.testing.assert_allclose(run(after, x), W[0].reshape(4, 4) @ x, rtol=1e-5)
+    assert [[int(n) for n in call.args[0].ty.shape.values] for call in calls_of("relax.matmul", after)] == [[4, 2]] * 2
+
+
 def test_values_of_a_mesh_combine_wherever_it_is_named():
     """TVM compares the devices of operands by identity."""
 
@@ -612,6 +630,22 @@ def test_sizes_of_match_casts_are_known_on_each_device():
     vm = rh.vm.VirtualMachine(rh.compile(module))
     x = np.random.default_rng(2).standard_normal((3, 8)).astype("float32")
     np.testing.assert_allclose(np.asarray(vm["main"](x, np.ones(8, bool))), np.maximum(x, 0) @ W, rtol=1e-4, atol=1e-4)
+
+
+def test_casts_take_fields_of_tuples():
+    """As the ONNX op Unique is imported."""
+
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((8,), "int64", "llvm[0:2]")):
+        n = T.int64()
+        found = R.unique(x, True, True, False, True)
+        numbers = R.match_cast(found[0], R.Tensor((n,), "int64"))
+        indices = R.match_cast(found[1], R.Tensor((n,), "int64"))
+        y: R.Tensor((n,), "int64", "llvm[0:2]") = R.add(numbers, indices)
+        return y
+
+    vm = rh.vm.VirtualMachine(rh.compile(module))
+    np.testing.assert_array_equal(vm["main"](np.array([5, 3, 5, 1, 1, 3, 9, 9])).numpy(), [4, 4, 5, 15])
 
 
 def test_casts_of_tuples_are_refused():

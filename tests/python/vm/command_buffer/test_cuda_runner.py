@@ -15,30 +15,48 @@ from relax_hetero.vm.command_buffer.binding_table import bind
 from relax_hetero.vm.command_buffer.cuda_runner import CudaCommands
 from relax_hetero.vm.command_buffer.operands import MemoryRange, Number, parameter_name
 from relax_hetero.vm.command_buffer.recorder import Recorder, dispatch_arguments
-from relax_hetero.vm.device.cuda_driver import CudaDriver
+from relax_hetero.vm.device.cuda_driver import CudaError
 from relax_hetero.vm.region.walk_commands import Kernel
 
 GPU = tvm.cpu(0)
-CAPTURE = 77
 
 
 class Library:
-    """The driver's functions; while a stream is captured, what it is given is kept and not done."""
+    """The driver's functions; while a stream is captured, what it is given is kept and not done.
+
+    Graphs are lists of calls.
+    """
 
     def __init__(self):
         self.calls, self.captured, self.is_lazy = [], None, False
+        self.graphs, self.launches, self.fails = {}, 0, False
 
     def use(self, gpu):
         assert gpu == 0
 
-    def create(self, name, *_args):
-        return len(self.calls) + 1
+    def create(self, name, *args):
+        return args[0] if name == "cuGraphInstantiateWithFlags" else len(self.calls) + 1
 
-    def status(self, name, *_args):
+    def error(self, name, status):
+        return CudaError(f"{name} failed: {status}")
+
+    def status(self, name, *args):
+        if name == "cuStreamEndCapture":
+            args[1]._obj.value = len(self.graphs) + 1
+            self.graphs[len(self.graphs) + 1], self.captured = self.captured, None
+            return 901 if self.fails else 0
         return 600 if self.is_lazy and name == "cuEventQuery" else 0
 
     def call(self, name, *args):
-        if self.captured is not None and name != "cuStreamSynchronize":
+        if name == "cuStreamBeginCapture_v2":
+            self.captured = []
+        elif name == "cuGraphExecDestroy":
+            self.graphs[args[0]] = None
+        elif name == "cuGraphLaunch":
+            self.launches += 1
+            for each, values in self.graphs[args[0]]:
+                self.call(each, *values)
+        elif self.captured is not None and name != "cuStreamSynchronize":
             self.captured.append((name, args))
             return
         self.calls.append(name)
@@ -57,32 +75,6 @@ class Library:
             args[0](*args[1:])
 
     quick = call
-
-
-class Driver(CudaDriver):
-    """Graphs are lists of calls."""
-
-    def __init__(self, library):
-        self.library, self.graphs, self.launches, self.fails = library, {}, 0, False
-
-    def capture(self, launch):
-        self.library.captured = []
-        try:
-            launch(CAPTURE)
-            if self.fails:
-                raise RuntimeError("this cannot be recorded")
-            self.graphs[number := len(self.graphs) + 1] = self.library.captured
-        finally:
-            self.library.captured = None
-        return number
-
-    def launch(self, graph, stream):
-        self.launches += 1
-        for name, args in self.graphs[graph]:
-            self.library.call(name, *args)
-
-    def destroy(self, graph):
-        self.graphs[graph] = None
 
 
 def floats(address, count):
@@ -111,9 +103,8 @@ KERNELS = {
 class Bench:
     """A recorder, and kernels whose launches the library sees."""
 
-    def __init__(self, slots=2, parameters=0, driver=True):
+    def __init__(self, slots=2, parameters=0):
         self.library = Library()
-        self.driver = Driver(self.library) if driver else "there is none"
         self.recorder = Recorder(0, slots, parameters, frozenset())
 
     def slot(self, index, offset=0, length=None):
@@ -141,7 +132,7 @@ class Bench:
 
     def commands(self):
         self.recording = self.recorder.finish()
-        return CudaCommands(GPU, self.recording, self.library, self.driver)
+        return CudaCommands(GPU, self.recording, self.library)
 
     def table(self, *arrays):
         return bind(self.recording, list(arrays), GPU, "cuda:0")
@@ -180,12 +171,12 @@ def test_a_table_that_comes_again_is_a_graph():
         x[:] = iteration
         commands.submit(table, ())
         np.testing.assert_array_equal(y, 2.0 * iteration + np.zeros(4))
-    assert (len(bench.driver.graphs), bench.driver.launches) == (1, 4)
+    assert (len(bench.library.graphs), bench.library.launches) == (1, 4)
     commands.submit(bench.table(x, y), ())  # another table, which may be gone when it is over
-    assert (len(bench.driver.graphs), bench.driver.launches) == (1, 4)
+    assert (len(bench.library.graphs), bench.library.launches) == (1, 4)
     del commands
     gc.collect()
-    assert bench.driver.graphs == {1: None}
+    assert bench.library.graphs == {1: None}
 
 
 def test_graphs_that_were_not_used_are_given_back(monkeypatch):
@@ -196,12 +187,12 @@ def test_graphs_that_were_not_used_are_given_back(monkeypatch):
     table = bench.table(np.zeros(4, "float32"), np.zeros(4, "float32"))
     for count in (1, 1, 2, 2, 3, 3):
         commands.submit(table, (count,))
-    assert [number for number, calls in bench.driver.graphs.items() if calls] == [2, 3]
+    assert [number for number, calls in bench.library.graphs.items() if calls] == [2, 3]
 
 
 def test_submissions_that_cannot_be_recorded_are_launched(caplog):
     bench = Bench()
-    bench.driver.fails = True
+    bench.library.fails = True
     bench.dispatch("scale", [bench.slot(0), bench.slot(1)], (4, 2.0))
     commands = bench.commands()
     x, y = np.ones(4, "float32"), np.zeros(4, "float32")
@@ -212,12 +203,11 @@ def test_submissions_that_cannot_be_recorded_are_launched(caplog):
         np.testing.assert_array_equal(y, 2.0 * x)
     assert commands.runs == "stream"
     (record,) = caplog.records
-    assert "this cannot be recorded" in record.message
+    assert "cuStreamEndCapture failed" in record.message
 
 
-@pytest.mark.parametrize("driver", [True, False])
-def test_counts_and_predicates_in_memory(driver):
-    bench = Bench(3, driver=driver)
+def test_counts_and_predicates_in_memory():
+    bench = Bench(3)
     x, count, marks = (bench.slot(i) for i in range(3))
     bench.dispatch("count_positive", [x, count])
     bench.dispatch("mark", [marks], count=count)

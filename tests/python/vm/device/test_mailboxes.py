@@ -11,35 +11,29 @@ import tvm
 import relax_hetero as rh
 from relax_hetero.artifact.mailboxes import DATA, MailboxSpec
 from relax_hetero.vm.device import mailboxes
-from relax_hetero.vm.device.cuda_driver import CudaDriver, CudaError
+from relax_hetero.vm.device.cuda_driver import CudaError
 from relax_hetero.vm.device.mailboxes import Mailboxes
+from vm.fake_cuda import LOST, NOT_READY, FakeCuda, FakeLibrary
 
 SPECS = [MailboxSpec(3, 100), MailboxSpec(5, 4096)]
 
 
-class FakeDriver(CudaDriver):
+class Driver(FakeCuda):
     """A driver whose stream ends when `ended` says so."""
 
     def __init__(self):
-        self.memory, self.ended, self.failure = [], lambda: True, None
+        super().__init__()
+        self.ended = lambda: True
 
-    def pinned(self, nbytes):
-        self.memory.append((ctypes.c_uint8 * nbytes)())
-        return ctypes.addressof(self.memory[-1])
-
-    def free_pinned(self, address):
-        pass
-
-    def is_done(self, stream):
-        if self.failure:
-            raise self.failure
-        return self.ended()
+    def cuStreamQuery(self, stream):
+        return 0 if self.ended() else NOT_READY
 
 
 @pytest.fixture
 def driver(monkeypatch):
-    driver = FakeDriver()
-    monkeypatch.setattr(mailboxes, "cuda_driver", lambda: driver)
+    driver = Driver()
+    library = FakeLibrary(driver)
+    monkeypatch.setattr(mailboxes, "cuda_library", lambda: library)
     return driver
 
 
@@ -72,8 +66,8 @@ def test_a_gpu_that_ends_or_fails_ends_a_wait(driver):
     _, address = flag_of(made, SPECS[0])
     with pytest.raises(rh.HeteroError, match="ended without sending"):
         made.await_flag(address, 1)
-    driver.failure = CudaError("cuStreamQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS")
-    with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
+    driver.failing["cuStreamQuery"] = LOST
+    with pytest.raises(CudaError, match="cuStreamQuery failed: CUDA_ERROR_LAUNCH_FAILED"):
         made.await_flag(address, 1)
 
 
@@ -93,8 +87,8 @@ def test_reset_lets_the_gpu_end(driver):
 
 
 def test_without_a_driver_the_error_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(mailboxes, "cuda_driver", lambda: "the package cuda-bindings is not installed")
-    with pytest.raises(rh.BindingError, match="cuda-bindings is not installed"):
+    monkeypatch.setattr(mailboxes, "cuda_library", lambda: None)
+    with pytest.raises(rh.BindingError, match="found no CUDA driver"):
         Mailboxes(SPECS, [])
 
 

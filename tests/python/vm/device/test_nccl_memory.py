@@ -15,11 +15,12 @@ import relax_hetero as rh
 from relax_hetero.vm.device import nccl_memory, peer_memory
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_driver import CudaError
+from relax_hetero.vm.device.cuda_graphs import KERNEL
 from relax_hetero.vm.device.cuda_streams import Stream, check_wait, wait_checks
 from relax_hetero.vm.device.nccl import Nccl
-from relax_hetero.vm.device.nccl_memory import Communicators, NcclMemory, add_child_graph, captured
+from relax_hetero.vm.device.nccl_memory import Communicators, NcclMemory, add_child_graph
 from relax_hetero.vm.device.peer_memory import peer_call
-from vm.fake_cuda import INVALID, LOST, FakeCuda, FakeLibrary
+from vm.fake_cuda import EVENT_RECORD, INVALID, LOST, WAIT_EVENT, FakeCuda, FakeLibrary
 
 GPUS = [tvm.runtime.device("cpu", index) for index in range(2)]  # memory of GPUs is memory of the host
 
@@ -41,6 +42,10 @@ class FakeCommunicator:
         assert source == target and (dtype, op) == (7, 0)
         ctypes.memset(source, 0, 4 * count)  # it is memory of so many numbers
         self._notes.append(("sum", self.gpu, count, len(self._cuda.captures)))
+        if graph := self._cuda.captures.get(stream):
+            last = []
+            for kind in (WAIT_EVENT, KERNEL, EVENT_RECORD):
+                last = [self._cuda.add_node(graph, kind, last)]
 
     def send(self, address, nbytes, dtype, peer, stream):
         assert dtype == 1
@@ -55,7 +60,8 @@ class FakeCommunicator:
 def cuda(monkeypatch):
     monkeypatch.setattr(nccl_memory, "_unused", defaultdict(list))
     monkeypatch.setattr(nccl_memory, "_communicators", {})
-    return FakeCuda()
+    yield FakeCuda()
+    wait_checks.clear()
 
 
 @pytest.fixture
@@ -95,8 +101,9 @@ def capturing(library, gpu):
 
 def test_sums_of_all_gpus_are_captured_together(cuda, library, notes):
     memory = memory_of(((8,), (1024,)), notes, cuda, library)
-    sums = [("sum", gpu, count, is_captured) for count in (8, 1024) for is_captured in (0, 2) for gpu in (0, 1)]
-    assert notes == sums  # at once, which connects GPUs, and then by both captures
+    sums = [("sum", gpu, count, captures) for count in (8, 1024) for captures in (0, 2, 0) for gpu in (0, 1)]
+    assert notes == sums  # at once, which connects GPUs, by both captures, and after what NCCL copies for these
+    assert [[*kinds.values()] for kinds in cuda.nodes.values()] == [[KERNEL]] * 4 and not any(cuda.edges.values())
     assert {index: list(tensor.numpy()) for index, tensor in memory.addresses.items()} == dict.fromkeys(
         (0, 1), [buffer.data_ptr() for buffer in memory._buffers]
     )
@@ -122,19 +129,7 @@ def test_tensors_cross_by_places_in_the_buffers(cuda, library, notes):
             ("recv", target, source, bases[target] + offset, nbytes),
         )
     ]
-    assert notes == expected * 2
-
-
-def test_captures_end_if_a_launch_fails(cuda, library):
-    streams = [Stream(library, gpu) for gpu in (0, 1)]
-
-    def launch():
-        assert len(cuda.captures) == 2
-        raise CudaError("no")
-
-    with pytest.raises(CudaError, match="no"):
-        captured(library, streams, launch)
-    assert not cuda.captures
+    assert notes == expected * 3
 
 
 def test_a_driver_without_graphs_copies_all_the_same(cuda):
@@ -147,7 +142,7 @@ def test_a_driver_without_graphs_copies_all_the_same(cuda):
 
 def test_a_failed_capture_is_an_error(cuda, library, notes):
     cuda.failing["cuStreamEndCapture"] = INVALID
-    with pytest.raises(CudaError, match="capturing a collective of NCCL failed: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(CudaError, match="cuStreamEndCapture failed: CUDA_ERROR_INVALID_VALUE"):
         memory_of(((8,),), notes, cuda, library)
 
 
@@ -165,7 +160,7 @@ def machine(monkeypatch, library):
         yield devices
     gc.enable()
     peer_memory._launching.release()
-    peer_call.uses_peers = peer_call.has_lock = peer_call.collects_later = False
+    vars(peer_call).clear()
 
 
 def test_memory_is_made_once_for_each_machine_and_function(cuda, library, notes, machine, monkeypatch):

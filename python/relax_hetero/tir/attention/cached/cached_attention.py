@@ -70,8 +70,7 @@ def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> 
     """
     if problem.order != "lanes":
         raise EncodingError(f"attention with keys of pages in {problem.order} on {cpu.isa.name}: expected lanes")
-    function = Function("cached_attention")
-    with function:
+    with Function("cached_attention") as function:
         _Kernel(problem, cpu, function).emit()
     return function.result
 

@@ -3,16 +3,18 @@
 Rows that may belong to one sequence (``rows="verify"``) are in their pages already: a block does not wait for others.
 
 The query heads of one key head are the rows of a tensor core tile. The pages of a sequence are distributed round-robin
-over the blocks of a cluster (flash decoding), and the four warps of a block split the keys of a page. Each warp has an
-online softmax of its own; at the end, the results of warps, then those of blocks, are combined in a fixed order. The
-block with the token's page appends the token's key and value, to shared memory and to the page.
+over the blocks of a cluster (flash decoding) and the teams of four warps of a block, and the warps of a team split the
+keys of a page. Each warp has an online softmax of its own; at the end, the results of warps, then those of blocks, are
+combined in a fixed order. The team with the token's page appends the token's key and value, to shared memory and to the
+page.
 
 The first pages are loaded before the launch that writes the projection has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -21,7 +23,7 @@ from ....encoding.problem import CachedAttentionProblem
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, when
 from ..core import ptx
-from ..core.launch import SharedMemory, local
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, local
 from ..tile.softmax import SplitSums, as_bits
 from .attention_plan import MMA_WARPS, PARTIAL_BYTES, WARP_ROWS, AttentionPlan, decode_plan
 from .attention_tensors import (
@@ -39,7 +41,8 @@ from .mma_attention import attend
 from .queries import PagedQueries
 from .row_store import PartialResults, RowStore
 
-_THREADS = MMA_WARPS * WARP
+TEAM_THREADS = MMA_WARPS * WARP
+"""Threads that read pages together."""
 
 
 def decode_attention_kernel(
@@ -68,6 +71,34 @@ def _appends(problem: CachedAttentionProblem, plan: AttentionPlan) -> bool:
     return problem.rows == "decode" and plan.heads_per_tile == problem.group
 
 
+class TeamMemory(SharedMemory):
+    """Shared memory of a team of warps, by offsets in it.
+
+    Attributes
+    ----------
+    begin : int
+        Offset of the first team's memory in the block's.
+    team : PrimExpr
+        Number of the thread's team, known within the launch.
+    """
+
+    begin: int
+    team: Expr
+
+    def __init__(self, block: SharedMemory) -> None:
+        super().__init__()
+        self._block = block
+
+    def reserve_all(self, teams: int) -> None:
+        """Reserve the memory of all teams in the block's, after the reservations of one."""
+        self.size = ceil_div(self.size, SWIZZLED_ALIGN) * SWIZZLED_ALIGN if teams > 1 else self.size
+        self.begin = self._block.reserve(teams * self.size, SWIZZLED_ALIGN)
+
+    def at(self, offset: Expr) -> Expr:
+        """Pointer to the byte at an offset of the thread's team."""
+        return self._block.at(offset + (self.begin + self.team * self.size))
+
+
 class TokenHeads(PagedQueries):
     """Query heads of a token that share a key head, zeros for missing ones, and the token's own key and value.
 
@@ -75,11 +106,14 @@ class TokenHeads(PagedQueries):
     ----------
     append : callable or None
         Writer of the token to its page, for `PagedKeyValues`; None if it is there already.
+    barrier : callable
+        Function that synchronizes the warps, by default those of the block.
     """
 
     def __init__(self, tensors: PagedTensors, shared: SharedMemory, warps: int) -> None:
         super().__init__(tensors, shared, warps)
         self.append = self._append if _appends(tensors.problem, tensors.plan) else None
+        self.barrier: Callable[[], None] = ptx.block_barrier
 
     def load(self, thread: Expr) -> None:
         """Prepare the queries, and load the key and value; all loads are in flight together."""
@@ -105,7 +139,7 @@ class TokenHeads(PagedQueries):
                     with when(chunk < chunks):
                         target = self.shared.at(self.offset + in_tile(chunk * CHUNK, head, WARP_ROWS) * 2)
                         ptx.store_shared(target, [T.uint32(0)] * 4)
-        ptx.block_barrier()
+        self.barrier()
 
     def _append(self, tile: Expr, page: Expr, token: Expr) -> None:
         """Append the token's key and value to its page, in shared and in global memory."""
@@ -127,32 +161,37 @@ class _Decode:
 
     def __init__(self, tensors: PagedTensors) -> None:
         self.tensors, self.split = tensors, tensors.plan.split_keys
-        self.num_heads, self.quads = tensors.problem.group, tensors.problem.size // 4
+        self.num_heads, self.quads, self.teams = tensors.problem.group, tensors.problem.size // 4, tensors.plan.teams
         shared = self.shared = SharedMemory()
-        self.queries = TokenHeads(tensors, shared, MMA_WARPS)
-        self.source = PagedKeyValues(tensors, shared, _THREADS, append=self.queries.append)
+        own = self.own = TeamMemory(shared)
+        self.queries = TokenHeads(tensors, own, MMA_WARPS)
+        self.source = PagedKeyValues(tensors, own, TEAM_THREADS, append=self.queries.append)
+        own.reserve_all(self.teams)
         self.items = self.num_heads * self.quads
         self.items_per_block = ceil_div(self.items, self.split)
         self.parts_at = shared.reserve(self.items_per_block * self.split * PARTIAL_BYTES) if self.split > 1 else 0
         # The warps' results reuse the memory of pages.
-        self.warps = PartialResults(shared, self.source.offset, MMA_WARPS * self.num_heads, tensors.problem.size)
+        self.warps = PartialResults(own, self.source.offset, MMA_WARPS * self.num_heads, tensors.problem.size)
         assert self.warps.size <= tensors.plan.stages * tensors.page_bytes
 
     def emit(self) -> None:
         """Write the launch."""
         tensors, source = self.tensors, self.source
         waits = source.append is None
-        with tensors.launch(_THREADS, self.shared, source.initialize, waits=waits) as place:
+        self.threads = self.teams * TEAM_THREADS
+        with tensors.launch(self.threads, self.shared, self._set_up, waits=waits) as place:
             if not waits:
                 ptx.launch_dependents()
-            source.locate(place.thread)
+            if self.teams > 1:
+                source.share = self.split * self.teams, T.bind(tensors.rank * self.teams + self.own.team)
+            source.locate(self.thread)
             source.start()
             if not waits:
                 ptx.griddepcontrol_wait()
             if self.split > 1:
                 ptx.cluster_arrive()
-            warp, keys = T.bind(tirx.floordiv(place.thread, WARP)), source.keys // MMA_WARPS
-            has_sinks = tirx.all(tensors.rank == 0, warp == 0)
+            warp, keys = T.bind(tirx.floordiv(self.thread, WARP)), source.keys // MMA_WARPS
+            has_sinks = tirx.all(tensors.rank == 0, place.thread < WARP)
             tile = attend(tensors, self.queries, source, 0, keys, T.bind(warp * keys), has_sinks)
             for h in range(ceil_div(self.num_heads, 8)):
                 head = tirx.floordiv(tile.lane, 4) + 8 * h
@@ -163,24 +202,35 @@ class _Decode:
                 ptx.cluster_wait()
             self._combine(place.thread, tile.softmax.factor)
 
+    def _set_up(self, thread: Expr) -> None:
+        """Find the thread's team, whose barriers it initializes."""
+        self.thread, self.own.team = thread, 0
+        if self.teams > 1:
+            self.thread = T.bind(tirx.floormod(thread, TEAM_THREADS))
+            self.own.team = T.bind(tirx.floordiv(thread, TEAM_THREADS))
+            self.source.barrier = self.queries.barrier = partial(ptx.named_barrier, self.own.team + 1, TEAM_THREADS)
+        self.source.initialize(self.thread)
+
     def _combine(self, thread: Expr, factor: float) -> None:
         """Combine the results of warps, then those of blocks, four columns per thread and iteration."""
         split, rank = self.split, self.tensors.rank
         self._remote = local(1, "uint32")
-        warps = SplitSums(MMA_WARPS, factor)
-        with T.serial(ceil_div(self.items, _THREADS)) as iteration:
-            item = T.bind(iteration * _THREADS + thread)
+        warps = SplitSums(self.teams * MMA_WARPS, factor)
+        with T.serial(ceil_div(self.items, self.threads)) as iteration:
+            item = T.bind(iteration * self.threads + thread)
             with when(item < self.items):
                 head, quad = T.bind(tirx.floordiv(item, self.quads)), T.bind(tirx.floormod(item, self.quads))
                 lines = [warp * self.num_heads + head for warp in range(MMA_WARPS)]
-                warps.add([self.warps.addresses(line, quad * 4) for line in lines], self._read)
+                in_team = [self.warps.addresses(line, quad * 4) for line in lines]
+                begins = [self.own.begin + team * self.own.size for team in range(self.teams)]
+                warps.add([(begin + a, begin + b) for begin in begins for a, b in in_team], self._read)
                 (self._store if split == 1 else self._send)(warps, item)
         if split == 1:
             return
         ptx.cluster_barrier()
         blocks = SplitSums(split, factor)
-        with T.serial(ceil_div(self.items_per_block, _THREADS)) as iteration:
-            number = T.bind(iteration * _THREADS + thread)
+        with T.serial(ceil_div(self.items_per_block, self.threads)) as iteration:
+            number = T.bind(iteration * self.threads + thread)
             item = T.bind(number * split + rank)
             with when(tirx.all(number < self.items_per_block, item < self.items)):
                 sums = [self.parts_at + (number * split + part) * PARTIAL_BYTES for part in range(split)]

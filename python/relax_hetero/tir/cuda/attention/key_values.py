@@ -285,9 +285,17 @@ class PagedKeyValues(KeyValueSource):
         Writer of the token of a decode step to its page.
     for_wgmma : bool
         Whether wgmma reads the pages, by the async proxy.
+
+    Attributes
+    ----------
+    share : tuple of (int, PrimExpr) or None
+        Number of parts of the pages, and the part that is read; None: each block of the cluster reads one.
+    barrier : callable
+        Function that synchronizes the threads that read the pages, by default those of the block.
     """
 
     keys = PAGE
+    share: tuple[int, Expr] | None = None
 
     def __init__(
         self,
@@ -304,6 +312,7 @@ class PagedKeyValues(KeyValueSource):
         self.page_bytes = tensors.page_bytes
         self._value_bytes = PAGE * tensors.problem.value_size * 2
         self.offset = shared.reserve(self.stages * self.page_bytes, 128)
+        self.barrier: Callable[[], None] = ptx.block_barrier
         self._numbers_at = shared.reserve(self.stages * 4)
         self.ring = Ring(shared, self.stages, producers=1, consumers=warps)
         self.rings = (self.ring,)
@@ -326,9 +335,10 @@ class PagedKeyValues(KeyValueSource):
         self.sequence = T.bind(T.max(sequence, 0))
         self.first_page: Expr = T.bind(T.truncdiv(T.max(first - (window - 1), 0), PAGE)) if window else 0
         # The last page of padding rows, at position -1, is -1.
-        pages = T.max(tirx.floordiv(self.last, PAGE) - self.first_page + plan.split_keys - tensors.rank, 0)
+        self._split, self._part = self.share or (plan.split_keys, tensors.rank)
+        pages = T.max(tirx.floordiv(self.last, PAGE) - self.first_page + self._split - self._part, 0)
         # wgmma has at least one page, whose keys may all be masked.
-        self.count = T.bind(T.max(T.truncdiv(pages, plan.split_keys), int(self.ring.consumers > 0)))
+        self.count = T.bind(T.max(T.truncdiv(pages, self._split), int(self.ring.consumers > 0)))
 
     def _position(self, row: Expr) -> Expr:
         """Position of a row of a chunk; -1 for padding."""
@@ -339,7 +349,7 @@ class PagedKeyValues(KeyValueSource):
 
     def _number(self, index: Expr) -> Expr:
         """Number of a page in the sequence."""
-        return self.first_page + self.tensors.rank + index * self.tensors.plan.split_keys
+        return self.first_page + self._part + index * self._split
 
     def first_key(self, index: Expr) -> Expr:
         """First key of a page, int32."""
@@ -381,7 +391,7 @@ class PagedKeyValues(KeyValueSource):
                     self.append(tile, page, num_tokens - 1)
             if self.for_wgmma:
                 ptx.async_proxy_fence()
-            ptx.block_barrier()
+            self.barrier()
         self._page_mask = T.bind(T.Select(page < 0, 0, -1))
 
     def _clear_values(self, tile: Expr, first: Expr) -> None:
@@ -403,7 +413,7 @@ class PagedKeyValues(KeyValueSource):
             with when(self.lane == 0):
                 self.ring.release(values)
         else:
-            ptx.block_barrier()
+            self.barrier()
             with when(tirx.all(self.thread == 0, values + self.stages < self.count)):
                 self._load(values + self.stages)
 

@@ -134,8 +134,14 @@ READS_EARLY = "relax_hetero.reads_early"
 
 
 LATE_WAIT = "relax_hetero.late_wait"
-"""Attribute of a kernel that may wait for the previous launch in its epilogue: operands that it reads before, which the
-previous launch must not write. Attribute of a statement: place of that wait."""
+"""Attribute of a kernel that may wait for the previous launch in its epilogue, or after its first loads: operands that
+it reads before, which the previous launch must not write. Attribute of a statement: place of that wait."""
+
+
+def wait_late() -> None:
+    """Write a place of the wait of a kernel with `LATE_WAIT`; each block executes one at least."""
+    with T.attr(0, LATE_WAIT, 1):
+        T.evaluate(0)
 
 
 WAIT = "relax_hetero.wait"

@@ -22,6 +22,7 @@ from tvm import tirx
 from tvm.script import tirx as _instructions
 from tvm.script.ir_builder import tirx as T
 
+from ....target.gpu_target import ALL_LANES
 from ...core.builder import Expr, lane_indices
 from .dialect import has_ptx
 
@@ -116,6 +117,18 @@ def barrier_wait(barrier: Expr, parity: Expr) -> None:
     A wait for parity 1 of a new barrier returns at once.
     """
     T.evaluate(_CUDA.mbarrier_wait(barrier, parity))
+
+
+def reduce_warp(register: Expr, value: Expr, operation: str) -> None:
+    """Reduce a value over the lanes of a warp, from compute capability 8.0 on; every lane gets the result.
+
+    Parameters
+    ----------
+    operation : str
+        "min" or "max".
+    """
+    kind = "s32" if value.ty.dtype == "int32" else "u32"
+    _emit(f"redux_sync.{operation}.{kind}", register, value, T.uint32(ALL_LANES))
 
 
 # Copies.
@@ -497,8 +510,11 @@ def permute_bytes(register: Expr, a: Expr, b: Expr, selector: int | Expr) -> Non
 
 
 def load_global_streaming(registers: Sequence[Expr], address: Expr) -> None:
-    """Load one, two or four neighbouring values of 32 bits of a constant that is read once, without L1 allocation."""
-    _emit(f"ld.global.nc.L1::no_allocate.{_vector(len(registers))}u32", *registers, address)
+    """Load one, two or four neighbouring values of 32 bits of a constant that is read once, without L1 allocation.
+
+    Not by ``.nc``: ptxas moves such loads behind `griddepcontrol_wait`, and to the products that read them.
+    """
+    _emit(f"ld.global.L1::no_allocate.{_vector(len(registers))}u32", *registers, address)
 
 
 # Approximate functions of float32 (expressions) for 16-bit results: branchless, denormals flushed to zero.

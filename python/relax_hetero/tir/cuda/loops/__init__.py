@@ -44,7 +44,7 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
         if RECURRENCE in func.attrs:
             return recurrence_kernel(func)
         if ROUTING in func.attrs:
-            return routing_kernel(func)
+            return routing_kernel(func, gpu)
         if DELTA_RULE in func.attrs:
             return delta_rule_kernel(func)
         try:

@@ -15,10 +15,11 @@ from tvm_ffi import structural_map, structural_walk
 from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr, ceil_div, int64
+from ...core.walks import replaced
 from ...loops.boxes import Box, split_axes
 from ...loops.flat import FlatBox, Loop, flatten, is_step, stride
 from ...loops.nests import Nest, Sum
-from ...loops.stages import Load, node_count, replaced, with_loads
+from ...loops.stages import Load, node_count, with_loads
 from .lanes import (
     LANE,
     WORD_BYTES,

@@ -19,9 +19,10 @@ from tvm_ffi import StructuralKey, WalkResult, structural_map, structural_walk
 from ....target.element_types import bytes_of
 from ....target.gpu_target import VECTOR_BYTES
 from ...core.builder import Expr, int64, lane_indices
+from ...core.walks import replaced
 from ...loops.boxes import is_choice
 from ...loops.flat import FlatBox, Loop, is_step, stride
-from ...loops.stages import Load, loads, node_count, replaced, sources, variables, with_loads
+from ...loops.stages import Load, loads, node_count, sources, variables, with_loads
 from ..core.dialect import has_ptx
 from .arithmetic import NARROW, for_cuda
 

@@ -14,9 +14,10 @@ from tvm import tirx
 from tvm_ffi import structural_equal, structural_map, structural_walk
 
 from ...core.builder import Expr, as_type
+from ...core.walks import replaced
 from ...loops.nests import Sum
 from ...loops.reduce_box import combined
-from ...loops.stages import Load, node_count, replaced, sources, with_loads
+from ...loops.stages import Load, node_count, sources, with_loads
 from ...math.extremes import is_nan
 from .arithmetic import accumulator_type
 

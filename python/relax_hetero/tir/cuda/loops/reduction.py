@@ -17,10 +17,10 @@ from tvm.script.ir_builder import tirx as T
 from ....target.element_types import bytes_of
 from ....target.gpu_target import ALL_LANES, WARP, GpuTarget
 from ...core.builder import Expr, as_type, ceil_div, int64
+from ...core.walks import replaced
 from ...loops.flat import FlatBox, Loop, is_step
 from ...loops.loop_code import nested
 from ...loops.reduce_box import value_of
-from ...loops.stages import replaced
 from ..core.dialect import has_ptx
 from .lanes import (
     LANE,

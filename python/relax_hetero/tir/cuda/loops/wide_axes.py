@@ -12,7 +12,8 @@ import tvm
 from tvm import tirx
 
 from ...core.builder import Expr
-from ...loops.stages import Axis, Load, Stage, replaced, with_loads
+from ...core.walks import replaced
+from ...loops.stages import Axis, Load, Stage, with_loads
 
 _WIDE = "int64"
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.FloorDiv, tirx.FloorMod, tirx.Min, tirx.Max)

@@ -100,9 +100,7 @@ class BlockBody:
     def _work(self) -> None:
         """Process all column tiles of the block, with the weights of the next chunks in flight."""
         work, plan = self.work, self.work.plan
-        if self.gpu.overlaps_launches:
-            # At once, as these kernels are too short for a later start to overlap the next launch's weight loads.
-            ptx.launch_dependents()
+        self._release()
         num_tiles: Expr = 1
         if work.is_persistent:
             num_tiles = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
@@ -111,13 +109,23 @@ class BlockBody:
         self.left.open_copies()
         if self.left.copies:
             ptx.block_barrier()
-        if self.gpu.overlaps_launches:
-            ptx.griddepcontrol_wait()
+        self._wait()
         if work.held_rows:
             self.left.hold()
             if not self.left.copies:
                 ptx.block_barrier()
         self._process(num_tiles)
+
+    def _release(self) -> None:
+        """Let the next launch begin."""
+        if self.gpu.overlaps_launches:
+            # At once, as these kernels are too short for a later start to overlap the next launch's weight loads.
+            ptx.launch_dependents()
+
+    def _wait(self) -> None:
+        """Wait for the previous launch, with the first weights in flight."""
+        if self.gpu.overlaps_launches:
+            ptx.griddepcontrol_wait()
 
     def _process(self, num_tiles: Expr) -> None:
         """Process the block's column tiles, and store their results."""

@@ -153,14 +153,14 @@ class WeightFragments:
 
     def minimum(self, slot: int, fragment: int, number: int, half: int, scale: Expr) -> Expr:
         """Minimum of a block of weights, corrected for the middle that `unpack` subtracts from the quants."""
-        form, bits = self.work.problem.form, self.work.problem.bits
+        form = self.work.problem.form
         assert form is not None, "only GGUF formats have minimums"
         part, index = (0, 2 + half) if has_factors(self.work.problem) else (1, half)
         value = self._number(part, slot, fragment, number, half if form.shares_bytes else index)
         if form.shares_bytes:
             value = (T.Cast("int32", value) >> 4) & 15
         value = self._times_factor(value, slot, fragment, number, index)
-        lowest = middle_of(bits) + form.min_code
+        lowest = self._middle + form.min_code
         return T.bind(value + scale * T.float32(lowest) if lowest else value)
 
     def addend(self, slot: int, fragment: int, number: int, half: int, scale: Expr) -> Expr | None:
@@ -178,16 +178,20 @@ class WeightFragments:
             return T.Cast("float32", T.reinterpret("float16", bits))
         return T.reinterpret("float32", T.Cast("uint32", bits) << T.uint32(16))
 
+    @property
+    def _middle(self) -> int:
+        """Quant that `unpack` subtracts: that of code 0, so that rounded minimums are as small as they can be."""
+        form, bits = self.work.problem.form, self.work.problem.bits
+        return -form.min_code if form is not None and form.min_code else middle_of(bits)
+
     def begin(self, slot: int, fragment: int, number: int) -> None:
         """Compute the addend of `unpack` for both columns of a lane: minus the power of two and the zero point."""
         form = self.work.problem.form
         if self.work.is_plain or (form is not None and form.codes):
             return
-        middle, is_half = middle_of(self.work.problem.bits), self.type == "float16"
-        if form is not None and not form.minimum:
-            middle = -form.min_code
+        is_half = self.type == "float16"
         for half in range(2):
-            point: Expr = T.uint32(middle)
+            point: Expr = T.uint32(self._middle)
             if self._has_zeros("uint8"):
                 point = T.cast(self._number(1, slot, fragment, number, half), "uint32")
             if self.is_bytes and not is_half:

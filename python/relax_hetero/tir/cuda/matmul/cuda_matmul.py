@@ -35,6 +35,12 @@ def sends_sum(problem: MatmulProblem, gpu: GpuTarget) -> bool:
     return wgmma_matmul.sends_tiles(problem, gpu)
 
 
+def multiplies_pairs(problem: MatmulProblem, gpu: GpuTarget) -> bool:
+    """Return whether there is a kernel of the product and of a second one of the same rows (`MatmulProblem.second`)."""
+    is_plain = problem.init is None and problem.sent is None and problem.rows is None and problem.second is None
+    return is_plain and _is_skinny(problem) and not skinny_gemm.unsupported_reason(problem, gpu)
+
+
 def _is_skinny(problem: MatmulProblem) -> bool:
     """Return whether few rows share a right operand, counting batch dimensions that it lacks."""
     lhs, shared = problem.lhs, problem.rhs.index_map

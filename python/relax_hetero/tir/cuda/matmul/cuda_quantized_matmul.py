@@ -23,12 +23,12 @@ from ....errors import EncodingError
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Function, int64
 from ..core import ptx
-from ..core.launch import SharedMemory, enable_pdl, launch
+from ..core.launch import LATE_WAIT, SharedMemory, enable_pdl, launch
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
 from .block_body import BlockBody
 from .block_plan import PARTS, STEP, BlockPlan, block_plans
-from .expert_body import expert_body
+from .expert_body import ExpertBody, expert_body
 from .ring_body import RingBody, RingPlan, ring_plan
 from .simt_quantized_matmul import simt_quantized_matmul_kernel
 from .staged_body import StagedBody, StagedPlan, staged_plan
@@ -64,6 +64,7 @@ def quantized_matmul_kernel(
             for prefix, operands in (("", problem.weights), ("second_", problem.second))
             for name, operand in zip(("weight", "scales", "zeros"), operands, strict=False)
         ]
+        late: list[int] = []
         order = None if problem.order is None else GpuOperand(function, "order", problem.order.result)
         index = None if order or problem.index is None else GpuOperand(function, "index", problem.index)
         shares = None if problem.shares is None else GpuOperand(function, "shares", problem.shares)
@@ -80,14 +81,18 @@ def quantized_matmul_kernel(
                 order.open()
                 tiling = plan if isinstance(plan, ExpertTiling) else expert_tiling(problem)
                 ExpertProduct(problem, gpu, tiling, lhs, packed, order, writer).emit()
+                late = [*range(2 + len(packed))]
             else:
                 assert not isinstance(plan, ExpertTiling), "pairs are not sorted"
                 routes = [view for view in (index, shares) if view is not None]
-                _emit(problem, gpu, plan, lhs, packed, writer, routes, biases)
+                body = _emit(problem, gpu, plan, lhs, packed, writer, routes, biases)
+                if isinstance(body, ExpertBody):
+                    late = [*range(0 if body.waits_at_end else 1, 1 + len(packed) + len(routes) + len(biases))]
     if not gpu.overlaps_launches:
         return function.result
     # Which weights are read follows from the order, which an earlier launch writes.
-    return enable_pdl(function.result, [] if order else range(1, 1 + len(packed)))
+    kernel = enable_pdl(function.result, [] if order else range(1, 1 + len(packed)))
+    return kernel.with_attr(LATE_WAIT, late) if late else kernel
 
 
 def _emit(
@@ -99,15 +104,19 @@ def _emit(
     writer: EpilogueWriter,
     routes: list[GpuOperand],
     biases: list[GpuOperand],
-) -> None:
+) -> BlockBody:
+    """Write the launch; returns the body of its blocks, of more rows if there are two."""
     for view in (*writer.operands, *routes, *biases):
         view.open_for_gpu()
     if routes:
-        _launch([expert_body(problem, gpu, plan, lhs, packed, writer, routes, biases)])
-        return
+        body = expert_body(problem, gpu, plan, lhs, packed, writer, routes, biases)
+        _launch([body])
+        return body
     one = plan or ring_plan(problem, gpu) or staged_plan(problem, gpu)
     plans = [one] if one else block_plans(problem, gpu)
-    _launch([_KINDS[type(each)](problem, gpu, each, lhs, packed, writer) for each in plans])
+    bodies = [_KINDS[type(each)](problem, gpu, each, lhs, packed, writer) for each in plans]
+    _launch(bodies)
+    return bodies[-1]
 
 
 def _launch(bodies: list[BlockBody]) -> None:

@@ -18,10 +18,10 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.block_weights import FRAGMENT_COLUMNS
 from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import ALL_LANES, WARP, GpuTarget
-from ...core.builder import Expr, ceil_div, int64, when
+from ...core.builder import Expr, ceil_div, either, int64, when
 from ...core.view import Coordinates, extent_of
 from ..core import ptx
-from ..core.launch import local
+from ..core.launch import local, wait_late
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
 from ..tile.register_tile import add_lanes_before, reduce_lanes
@@ -102,15 +102,32 @@ class ExpertBody(BlockBody):
 
     def _emit_block(self) -> None:
         if self.gpu.overlaps_launches:
-            ptx.launch_dependents()
+            # In this order, the next launch may read the index before it waits.
             ptx.griddepcontrol_wait()
+            ptx.launch_dependents()
         self._emit_tile()
+
+    @property
+    def waits_at_end(self) -> bool:
+        """True if a late wait is that of the epilogue, as the previous launch may write one of its operands."""
+        return any(view.runs_along("m") for view in self.writer.views)
+
+    def _release(self) -> None:
+        pass
+
+    def _wait(self) -> None:
+        if not self.waits_at_end:
+            wait_late()
+
+    def _finish(self, first_index: Expr, count: Expr) -> None:
+        if self.waits_at_end:
+            wait_late()
+        super()._finish(first_index, count)
 
     def _emit_tile(self) -> None:
         """Write the code after the wait for the previous launch."""
         self._expert = T.bind(self._expert_of(self.first_row))
-        with when(self._expert >= 0):
-            super()._emit_block()
+        either(self._expert >= 0, super()._emit_block, wait_late)
 
     def _open(self) -> None:
         self._first_tile = T.bind(T.Cast("int64", self._expert) * self.work.column_tiles)
@@ -172,6 +189,7 @@ class SumBody(ExpertBody):
     """
 
     work: SumWork
+    waits_at_end = False
 
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
         assert isinstance(plan, SumPlan), "warps belong to experts"
@@ -256,9 +274,12 @@ class GroupedBody(ExpertBody):
     def _emit_tile(self) -> None:
         self._count_pairs()
         first = self._find_tile()
-        with when(self._expert >= 0):
+
+        def emit() -> None:
             self._collect_pairs(first)
             BlockBody._emit_block(self)
+
+        either(self._expert >= 0, emit, wait_late)
 
     @contextmanager
     def _each(self, extent: int) -> Iterator[Expr]:

@@ -1,15 +1,14 @@
 """Pairs of tokens and experts sorted by expert on the device, for products of many pairs (`wgmma_experts`).
 
 One block counts the pairs of each expert, adds up the counts, and writes each pair to the next place of its expert.
-Tiles of many pairs come first, so that blocks, which take tiles in turn, end at about the same time. Which of an
-expert's pairs comes first depends on the order of atomic additions, on which no result depends: each pair has a row of
-its own.
+Tiles of an expert are neighbours, so that blocks that run at the same time read its weights from memory once. Which of
+its pairs comes first depends on the order of atomic additions, on which no result depends: each pair has a row of its
+own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import Any
 
 from tvm import tirx
@@ -25,7 +24,6 @@ from ..tile.register_tile import add_lanes_before
 
 _THREADS = MAX_BLOCK_THREADS
 _LOADS_IN_FLIGHT = 8  # loads of a thread
-_TILE_QUARTERS = (3, 2)  # sizes of tiles in quarters of the largest, between which tiles are in any order
 
 
 def expert_order_kernel(problem: ExpertOrderProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -104,42 +102,31 @@ class _Kernel:
 
     def _write_tiles(self) -> None:
         """Write the first place of each expert, and the tiles, by a warp whose lanes have an expert each."""
-        problem, lane = self.problem, self.thread
-        tile, end = problem.tile, local(1, "int32")
+        problem, tile = self.problem, self.problem.tile
+        end, pairs, tiles = (local(1, "int32") for _ in range(3))
 
         def count_before(value: Expr, begin: Any) -> Expr:
             """Sum of the values of experts before the lane's; `begin` is that before the warp's, and advanced."""
             T.buffer_store(end, value, [0])
-            add_lanes_before(end, lane)
+            add_lanes_before(end, self.thread)
             before = T.bind(begin[0] + end[0] - value)
             last = T.tvm_warp_shuffle(T.uint32(ALL_LANES), end[0], WARP - 1, WARP, WARP)
             T.buffer_store(begin, begin[0] + last, [0])
             return before
 
-        pairs, tiles = local(1, "int32"), local(1, "int32")
         for begin in (pairs, tiles):
             T.buffer_store(begin, T.int32(0), [0])
         for expert, count in self._experts_of_lane():
             place = count_before(count, pairs)
             with when(expert < problem.experts):
                 ptx.store_shared(self._word(self.places_at, expert), [T.Cast("uint32", place)])
-        ptx.warp_barrier()
-        sizes = (tile, *(tile * quarters // 4 for quarters in _TILE_QUARTERS), 0)
-        for largest, smaller in pairwise(sizes):
-            for expert, count in self._experts_of_lane():
-                whole = T.bind(T.truncdiv(count, tile))
-                rest = T.bind(count - whole * tile)
-                has_rest = T.Select(tirx.all(rest > smaller, rest <= largest), 1, 0)
-                first = 0 if largest == tile else whole
-                number = T.bind(has_rest + (whole if largest == tile else 0))
-                place = self._load(self.places_at, expert)
-                record = T.bind(problem.TILES_AT + count_before(number, tiles) * problem.TILE_WORDS)
-                with T.serial(number) as i:
-                    skip = T.bind((first + i) * tile)
-                    values = (expert, place + skip, T.min(count - skip, tile))
-                    for word, value in enumerate(values):
-                        self._store(record + i * problem.TILE_WORDS + word, value)
-        with when(tirx.EQ(lane, 0)):
+            number = T.bind(T.truncdiv(count + (tile - 1), tile))
+            record = T.bind(problem.TILES_AT + count_before(number, tiles) * problem.TILE_WORDS)
+            with T.serial(number) as i:
+                skip = T.bind(i * tile)
+                for word, value in enumerate((expert, place + skip, T.min(count - skip, tile))):
+                    self._store(record + i * problem.TILE_WORDS + word, value)
+        with when(tirx.EQ(self.thread, 0)):
             self._store(tirx.const(0, "int32"), tiles[0])
 
     def _experts_of_lane(self) -> Iterator[tuple[Expr, Expr]]:

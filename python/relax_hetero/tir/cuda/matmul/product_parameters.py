@@ -26,6 +26,7 @@ class ProductParameters:
     problem: MatmulProblem
     lhs: GpuOperand
     rhs: GpuOperand
+    second: GpuOperand | None  # right operand of a second product of the same rows
     writer: EpilogueWriter
     sizes: tuple[Expr, Expr, Expr]  # extents of m, n and k
     batches: Batches
@@ -35,13 +36,14 @@ class ProductParameters:
     def declare(function: Function, problem: MatmulProblem) -> ProductParameters:
         """Declare the parameters."""
         lhs, rhs = GpuOperand(function, "lhs", problem.lhs), GpuOperand(function, "rhs", problem.rhs)
+        second = GpuOperand(function, "second", problem.second) if problem.second else None
         addresses = GpuOperand(function, "addresses", problem.sent.addresses) if problem.sent else None
         writer = EpilogueWriter.of(function, problem.epilogue, problem.result, problem.acc_dtype, problem.init)
-        views = [lhs, rhs, *writer.operands]
+        views = [lhs, rhs, *([second] if second else []), *writer.operands]
         names = merge_batches(list(views), lhs, rhs, writer.result)
         m, n, k = (extent_of(views, name) for name in "mnk")
         batches = Batches({name: extent_of([writer.result], name) for name in names})
-        return ProductParameters(problem, lhs, rhs, writer, (m, n, k), batches, addresses)
+        return ProductParameters(problem, lhs, rhs, second, writer, (m, n, k), batches, addresses)
 
     def open(self, gpu: GpuTarget) -> FragmentStore:
         """Declare the elements for tensor cores, in the body of the function, before the launch."""
@@ -53,5 +55,5 @@ class ProductParameters:
 
     def tied(self, kernel: tirx.PrimFunc) -> tirx.PrimFunc:
         """Mark which parameters may share the result's storage."""
-        first = 2 if self.addresses is None else 3
+        first = 2 + (self.second is not None) + (self.addresses is not None)
         return tied_to(kernel, self.problem.parameters[first:-1], first, self.problem.result)

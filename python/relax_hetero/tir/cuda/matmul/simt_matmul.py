@@ -18,7 +18,7 @@ from ....target.gpu_target import ALL_LANES, VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, lane_indices
 from ...core.view import Coordinates
 from ..core.dialect import shared_scope
-from ..core.launch import at_least_one, launch, local, unrolled
+from ..core.launch import WAIT, at_least_one, enable_pdl, launch, local, unrolled
 from ..core.operand import GpuOperand, divides
 from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
@@ -68,9 +68,11 @@ class Gemv:
     writer: EpilogueWriter
     batches: Batches
 
-    def emit(self, gpu: GpuTarget) -> None:
-        """Write the launch."""
+    def emit(self, gpu: GpuTarget) -> bool:
+        """Write the launch; returns whether its weight is loaded before a statement with `WAIT`."""
         plan = _plan(self, gpu)
+        if isinstance(self.k, int):
+            plan = replace(plan, loads=max(1, min(plan.loads, ceil_div(self.k, plan.step))))
         tiles = at_least_one(ceil_div(self.columns, plan.block_columns))
         count = at_least_one(self.batches.count)
         with launch(int64(count * self.row_tiles * tiles), plan.threads) as place:
@@ -80,7 +82,9 @@ class Gemv:
                 block = T.bind(tirx.floordiv(block, self.row_tiles))
             at = self.batches.place(tirx.floordiv(block, tiles))
             first = T.bind(tirx.floormod(block, tiles) * plan.block_columns)
-            _Block(self, plan, at, (first_row, first), place.thread).emit()
+            block = _Block(self, plan, at, (first_row, first), place.thread)
+            block.emit()
+        return block.loads_first
 
 
 @dataclass(frozen=True)
@@ -196,11 +200,14 @@ class _Block:
         sums = local(self.count, product.dtype)
         with unrolled(self.count) as i:
             T.buffer_store(sums, tirx.const(0, product.dtype), [i])
-        steps = ceil_div(product.k, plan.step * plan.loads)
+        steps = self._steps
         loaded = local(plan.loads * plan.repeats * plan.vector, product.weight.dtype)
         with T.serial(int64(steps)) as step:
             with unrolled(plan.loads) as load, unrolled(plan.repeats) as repeat:
                 self._load(loaded, load, repeat, self._k(step, load))
+            if self.loads_first:
+                with T.attr(0, WAIT, 1):
+                    T.evaluate(0)
             with unrolled(plan.loads) as load:
                 self._multiply(sums, loaded, load, self._k(step, load))
         self._add_lanes(sums)
@@ -216,6 +223,16 @@ class _Block:
             T.buffer_store(warp_sums, sums[row * plan.own_columns + c], [index])
         barrier()
         self._store(warp_sums)
+
+    @property
+    def _steps(self) -> Expr:
+        return ceil_div(self.product.k, self.plan.step * self.plan.loads)
+
+    @property
+    def loads_first(self) -> bool:
+        """True if registers hold the block's whole weight, so that it can be loaded before the previous launch ends."""
+        steps = self._steps
+        return isinstance(steps, int) and steps == 1
 
     def _k(self, step: Expr, load: Expr) -> Expr:
         return (step * self.plan.loads + load) * self.plan.step + self.own
@@ -326,8 +343,9 @@ def simt_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SimtPlan | 
         with function.body():
             for view in (parameters.lhs, parameters.rhs, *parameters.writer.operands):
                 view.open_for_gpu()
-            _emit(parameters, gpu, plan)
-    return parameters.tied(function.result)
+            early = _emit(parameters, gpu, plan)
+    kernel = parameters.tied(function.result)
+    return kernel if early is None else enable_pdl(kernel, [early])
 
 
 def _gemv_rows(rows: int, columns: Expr, k: Expr, dtype: str) -> int | None:
@@ -350,7 +368,8 @@ def _check(problem: MatmulProblem) -> None:
             raise EncodingError(f"matmul: found {name} stored as {operand.layout}, expected a permutation")
 
 
-def _emit(parameters: ProductParameters, gpu: GpuTarget, plan: SimtPlan | None) -> None:
+def _emit(parameters: ProductParameters, gpu: GpuTarget, plan: SimtPlan | None) -> int | None:
+    """Write the launch; returns the number of the operand that is loaded before a statement with `WAIT`, if any."""
     lhs, rhs, writer, batches = parameters.lhs, parameters.rhs, parameters.writer, parameters.batches
     (m, n, k), result = parameters.sizes, writer.result
     # 16-bit and 8-bit floats are accumulated in float32.
@@ -362,8 +381,9 @@ def _emit(parameters: ProductParameters, gpu: GpuTarget, plan: SimtPlan | None) 
             continue
         tile = _gemv_rows(rows, columns, k, few.nominal)
         if tile is not None:
-            Gemv(few, weight, row, column, tile, rows // tile, columns, k, dtype, writer, batches).emit(gpu)
-            return
+            gemv = Gemv(few, weight, row, column, tile, rows // tile, columns, k, dtype, writer, batches)
+            early = 0 if weight is lhs else 1
+            return early if gemv.emit(gpu) else None
     down, across = ("m", m, lhs), ("n", n, rhs)
     if result.is_contiguous("m") and not result.is_contiguous("n"):
         down, across = across, down
@@ -374,3 +394,4 @@ def _emit(parameters: ProductParameters, gpu: GpuTarget, plan: SimtPlan | None) 
     left, right = (SimtOperand(view, along, size, extent) for (along, extent, view), size in (
         (down, plan.rows), (across, plan.columns)))  # fmt: skip
     TiledProduct(left, right, k, dtype, writer, batches, plan).emit()
+    return None

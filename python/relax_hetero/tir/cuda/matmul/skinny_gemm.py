@@ -7,6 +7,9 @@ pipeline of stages ahead, and the first of them before the launch that writes th
 (`ptx.griddepcontrol_wait`), so that consecutive launches keep memory busy. The left operand has a pipeline of its own,
 filled by asynchronous copies of all producers.
 
+Two products of the same rows may be one kernel, such as gate and up of a feed-forward network: a block has the same
+columns of both.
+
 The result may be an operand of a short sum over GPUs: each vector is also sent to the other ones (`cuda.all_reduce`).
 
 The blocks of a cluster split k. Each writes its accumulators of a row to the shared memory of the block that stores the
@@ -16,11 +19,11 @@ as no block may exit before others have read its shared memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from operator import getitem
 from typing import Any, NamedTuple
 
 from tvm import tirx
@@ -84,12 +87,20 @@ _ROW_RANGES = (
 # - Prefetching 12 MB of the next product's first tiles into L2 when a block has issued its last loads: 16.9 to 17.3 us.
 #   The prefetches delay other blocks' last loads, and are of tiles that the next blocks load while they wait anyway.
 # - At most one block per multiprocessor, with room for one of the next launch beside it: 21 to 22 us. Blocks that begin
-#   early go where the last launch left multiprocessors free, which then have twice the work.
+#   early go where the last launch left multiprocessors free, which then have twice the work: 128 blocks, two of which
+#   fit, were on 66 to 76 of 132 multiprocessors. Holding idle ones by blocks that sleep: 15.8 us, but the products of
+#   queries, keys and values 12.1 instead of 8.6.
 # - Letting the next launch begin only when a block has issued its last loads: 16.0 to 16.1 us.
+#
+# Two products as one launch, in a decode step of an H200: 32 rows by 7,168 x 4,096 take 28.1 us by 112 blocks of 160 KB
+# (two launches: 31.6), and the product after it 15.0 (16.4); one row 27.4 (29.8). By 14,336 x 4,096, 54.8 (57.2) and
+# 54.6 (56.4). By 6,144 x 2,048, 32 rows take 15.0 us by 192 blocks (17.3), 17.9 by 96; one row 14.4 by 96 (19.3).
 #
 # In a decode step of an H200, products of one row by 4,096 x 14,336 take 26.9 to 28.5 us with 11 stages, 30.7 with 5;
 # by 4,096 x 6,144 with a split of two 13.0 and 16.9.
 _DEEP_STAGES = (11, 5)
+_MIN_ALONE = 0.8
+"""Minimum tiles per multiprocessor of two products whose k is not split further, for more rows than the fewest."""
 _DEEP_SPLIT = 2
 """Maximum split of k with `_DEEP_STAGES`, for the fewest rows, if all blocks are resident."""
 
@@ -99,7 +110,7 @@ class SkinnyPlan:
     """Distribution of work among blocks."""
 
     split: int  # blocks of a cluster, which split k: 1, 2, 4 or 8
-    stages: int  # maximum stages of weights, 8 KB each
+    stages: int  # maximum stages of weights, 8 KB each, or 16 KB of two products
     row_stages: int  # stages of the left operand
     evicts_first: bool = False  # whether L2 evicts weights first, to keep other data
 
@@ -116,7 +127,10 @@ def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
     rules = next((each for each in _ROW_RANGES if rows <= each.max_rows), _ROW_RANGES[-1])
     has_fewest_rows = rules is _ROW_RANGES[0]
     max_blocks = gpu.multiprocessors * rules.blocks
-    while split < 8 and tiles * split * 2 <= max_blocks and steps >= split * 2 * 4:
+    # A block of two products has twice the bytes in flight: most multiprocessors have one of their own.
+    is_alone = problem.second is not None and (has_fewest_rows or tiles >= _MIN_ALONE * gpu.multiprocessors)
+    max_split_blocks = gpu.multiprocessors if is_alone else max_blocks
+    while split < 8 and tiles * split * 2 <= max_split_blocks and steps >= split * 2 * 4:
         split *= 2
     is_short = steps <= split * rules.short_steps
     if has_fewest_rows and not is_short and split > _DEEP_SPLIT and tiles * split > gpu.multiprocessors:
@@ -124,6 +138,8 @@ def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
     stages = rules.short if is_short else rules.alone if tiles * split <= gpu.multiprocessors else rules.long
     if has_fewest_rows and stages == rules.long and split <= _DEEP_SPLIT and tiles * split <= max_blocks:
         stages = _DEEP_STAGES
+    if problem.second is not None:
+        stages = ceil_div(stages[0], 2), stages[1]
     # If two such weights exceed L2, those of a model do, too, and are always read from memory: 2 to 4 % less time on
     # an H200 for eight weights of 4,096 x 4,096. Weights that fit L2 must not be evicted: 14 to 19 % more time for 33
     # to 38 MB of small ones.
@@ -160,7 +176,7 @@ def sends_words(problem: MatmulProblem) -> bool:
     lhs, result, extents = problem.lhs, problem.result, [problem.lhs.size("m"), problem.rhs.size("n")]
     are_rows = (lhs.index_map, result.index_map, result.dtype) == (("m", "k"), ("m", "n"), "float32")
     sizes = [size for size in extents if isinstance(size, int)]
-    is_static = len(sizes) == 2 and result.layout.is_identity
+    is_static = len(sizes) == 2 and result.layout.is_identity and problem.second is None
     return are_rows and is_static and sizes[1] % 4 == 0 and is_short_sum(4 * prod(sizes))
 
 
@@ -188,10 +204,12 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
                 parameters.addresses.open()
             parameters.lhs.open(raw=True)
             parameters.rhs.open(raw=True)
+            if parameters.second is not None:
+                parameters.second.open(raw=True)
             for view in parameters.writer.operands:
                 view.open_for_gpu()
             _Kernel(parameters, plan or skinny_plan(problem, gpu)).emit()
-    return enable_pdl(parameters.tied(function.result), [1])
+    return enable_pdl(parameters.tied(function.result), [1] if problem.second is None else [1, 2])
 
 
 class _Kernel:
@@ -199,6 +217,7 @@ class _Kernel:
 
     def __init__(self, parameters: ProductParameters, plan: SkinnyPlan) -> None:
         lhs, rhs = parameters.lhs, parameters.rhs
+        weights = [rhs] if parameters.second is None else [rhs, parameters.second]
         self.writer, self.batches = parameters.writer, parameters.batches
         self.sent, self.addresses = parameters.problem.sent, parameters.addresses
         self.m, self.n, self.k = parameters.sizes
@@ -214,12 +233,17 @@ class _Kernel:
         self.rows = self._rows()
         loaded_rows = -(-self.rows // _ROWS_PER_COPY) * _ROWS_PER_COPY
         self.left = OperandTile.of(lhs, "m", loaded_rows, self.m, self.k, may_transpose=False)
-        self.right = replace(OperandTile.of(rhs, "n", PACKED_ROWS, self.n, self.k), evicts_first=plan.evicts_first)
+        self.rights = [
+            replace(OperandTile.of(weight, "n", PACKED_ROWS, self.n, self.k), evicts_first=plan.evicts_first)
+            for weight in weights
+        ]
+        self.stage_size = sum(right.size for right in self.rights)
         max_steps = -(-steps // split)
         self.stages = max(2, min(plan.stages, max_steps))
         self.row_stages = max(2, min(plan.row_stages, max_steps))
         self.own_rows = -(-self.rows // split)
-        self.sums_size = self.own_rows * _PITCH * 4
+        self.product_size = self.own_rows * _PITCH * 4
+        self.sums_size = len(weights) * self.product_size
 
     def _rows(self) -> int:
         """Rows of a tile, rounded up to a valid n of wgmma."""
@@ -233,7 +257,7 @@ class _Kernel:
         split, stages, row_stages = self.plan.split, self.stages, self.row_stages
         self.shared = SharedMemory()
         # Weights first, for the swizzle's alignment; their memory is later reused for accumulators.
-        self.shared.reserve(stages * self.right.size, SWIZZLED_ALIGN)
+        self.shared.reserve(stages * self.stage_size, SWIZZLED_ALIGN)
         self.left_at = self.shared.reserve(row_stages * self.left.size, SWIZZLED_ALIGN)
         self.parts_at = self.shared.reserve((split - 1) * self.sums_size)
         self.weight_ring = Ring(self.shared, stages, producers=1)
@@ -297,8 +321,10 @@ class _Kernel:
     def _load_weights(self, step: Expr, stage: Expr) -> None:
         """Issue the bulk copies of the weights of a k-step, by one thread."""
         full = self.weight_ring.full(stage)
-        ptx.barrier_expect(full, self.right.size)
-        self.right.load_bulk(self.shared, stage * self.right.size, self.at, self.column, self.first + step, full)
+        ptx.barrier_expect(full, self.stage_size)
+        for number, right in enumerate(self.rights):
+            target = stage * self.stage_size + number * right.size
+            right.load_bulk(self.shared, target, self.at, self.column, self.first + step, full)
 
     def _load_rows(self, step: Expr, stage: Expr) -> None:
         """Issue the copies of the left operand of a k-step, by all producers."""
@@ -326,9 +352,10 @@ class _Kernel:
             with T.If(step < self.count), T.Then():
                 self._load_rows(step, self.row_ring.stage(step))
 
-    def _consume(self) -> Any:
+    def _consume(self) -> list[Any]:
+        """Multiply all k-steps; returns the accumulators of each weight."""
         registers = self.rows // 2
-        sums, base = local(registers, sums_dtype(self.types[0])), local(2, "uint64")
+        sums, base = [local(registers, sums_dtype(self.types[0])) for _ in self.rights], local(2, "uint64")
         self.member = T.bind(self.thread - PRODUCERS)
         ptx.matrix_descriptor(base[0], self.shared.at(0))
         ptx.matrix_descriptor(base[1], self.shared.at(self.left_at))
@@ -337,14 +364,16 @@ class _Kernel:
             stage, row_stage = self.weight_ring.wait(step), self.row_ring.wait(step)
             # Writes of cp.async belong to the generic proxy, wgmma reads by the async proxy.
             ptx.async_proxy_fence()
-            weights = T.bind(base[0] + T.Cast("uint64", stage) * T.uint64(self.right.size // 16))
+            weights = T.bind(base[0] + T.Cast("uint64", stage) * T.uint64(self.stage_size // 16))
             rows = T.bind(base[1] + T.Cast("uint64", row_stage) * T.uint64(self.left.size // 16))
             ptx.wgmma_fence()
             for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
                 adds = T.uint32(1) if i else T.if_then_else(step > 0, T.uint32(1), T.uint32(0))
                 advance = T.uint64(i * ptx.CONTRACTION_BYTES // 16)
                 types = (self.types[1], self.types[0])
-                ptx.wgmma([sums[r] for r in range(registers)], weights + advance, rows + advance, types, adds)
+                for number, own in enumerate(sums):
+                    tile = weights + T.uint64((number * self.rights[0].size + i * ptx.CONTRACTION_BYTES) // 16)
+                    ptx.wgmma([own[r] for r in range(registers)], tile, rows + advance, types, adds)
             ptx.wgmma_commit()
 
         last = tirx.const(self.count - 1, "int32") if isinstance(self.count, int) else T.bind(self.count - 1)
@@ -362,7 +391,7 @@ class _Kernel:
         ptx.named_barrier(1, WARPGROUP)
         return sums
 
-    def _exchange(self, sums: Any) -> None:
+    def _exchange(self, sums: Sequence[Any]) -> None:
         """Write each row of accumulators to the shared memory of the block that stores it."""
         split = self.plan.split
         warp, lane = tirx.floordiv(self.member, WARP), T.bind(tirx.floormod(self.member, WARP))
@@ -381,10 +410,10 @@ class _Kernel:
             for j in range(self.rows // 8):
                 if isinstance(self.m, int) and j * 8 >= self.m:
                     continue
-                for h in range(2):
-                    value = sums[j * 4 + h * 2 + c]
+                for number, h in itertools.product(range(len(sums)), range(2)):
+                    value = sums[number][j * 4 + h * 2 + c]
                     bits = reinterpreted(value, "uint32")
-                    tile_offset = (j * 8 // split * _PITCH + h * 8) * 4
+                    tile_offset = number * self.product_size + (j * 8 // split * _PITCH + h * 8) * 4
                     if split == 1:
                         ptx.store_shared(self.shared.at(offset + tile_offset), [bits])
                     else:
@@ -407,14 +436,19 @@ class _Kernel:
                 "n": T.bind(self.column + T.Cast("int64", column)),
             }
             with T.If(tirx.all(row < self.rows, at["m"] < self.m)), T.Then():
-                totals = self._total(index, column, vector)
+                totals = [self._total(number, index, column, vector) for number in range(len(self.rights))]
                 end = None if self.n % PACKED_ROWS == 0 else int64(self.n)
-                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end, send=send)
 
-    def _total(self, index: Expr, column: Expr, vector: int) -> Any:
-        """Reduce `vector` neighbours of a row: this block's part, then those of the following ranks."""
+                def read(element: int) -> Expr | tuple[Expr, ...]:
+                    values = tuple(total[element] for total in totals)
+                    return values if len(values) > 1 else values[0]
+
+                self.writer.write([partial(read, i) for i in range(vector)], at, "n", [], end, send=send)
+
+    def _total(self, product: int, index: Expr, column: Expr, vector: int) -> Any:
+        """Reduce `vector` neighbours of a row of a product: this block's part, then those of the following ranks."""
         totals, part = local(vector, self.sum_type), local(vector, "uint32")
-        own_offset = T.bind((index * _PITCH + column) * 4)
+        own_offset = T.bind((index * _PITCH + column) * 4 + product * self.product_size)
         for number in range(self.plan.split):
             offset = own_offset if number == 0 else own_offset + (self.parts_at + (number - 1) * self.sums_size)
             ptx.load_shared([part[i] for i in range(vector)], self.shared.at(offset))

@@ -30,7 +30,7 @@ from ....target.gpu_target import ALL_LANES, WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, ceil_div, either, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled, wait_late
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter, where
 from ..tile.fragment_store import STAGING_PAD, SWAPPED_COLUMNS, FragmentStore
@@ -115,7 +115,7 @@ class _OrderedFragments(StagedFragments):
         # Offsets are linear in the bits of a lane's place among the four that share a column.
         low = T.bind(lane % 4)
         if work.is_plain:
-            self.lane_offset = _held((low // 2) * (8 * CHUNK_BYTES) + (low % 2) * 8 + high * CHUNK_BYTES)
+            self.lane_offset = _held((high * 4 + low // 2) * CHUNK_BYTES + (low % 2) * 8)
             return
         self._shift, self._high = T.Cast("uint32", _held(low % 2 * 8)), None
         if work.problem.bits < 4:
@@ -160,7 +160,7 @@ class _OrderedFragments(StagedFragments):
             for step in steps:
                 for pair in range(2):
                     first = begin + (step - steps[0]) * 4 + 2 * pair
-                    address = shared.at(weights + (step * self.work.chunk_bytes + pair * 16 * CHUNK_BYTES))
+                    address = shared.at(weights + (step * self.work.chunk_bytes + pair * 2 * CHUNK_BYTES))
                     ptx.load_shared([self.fragment[first], self.fragment[first + 1]], address)
             return
         work, words = self.work, local(2, "uint32")
@@ -313,7 +313,8 @@ class ExpertProduct:
         self.pairs_at = shared.reserve(_CONSUMERS * self.tile * 4)
         self.store.plan(shared, (self.tile, tiling.columns), _CONSUMERS, _STAGED_ROWS, swap_ab=True)
         # Each warp of the consumers is done with a stage by itself.
-        self.ring = Ring(shared, self.stages, PRODUCERS, _CONSUMERS * (WARPGROUP // WARP))
+        producers = PRODUCERS + 1 if self.work.is_plain else PRODUCERS
+        self.ring = Ring(shared, self.stages, producers, _CONSUMERS * (WARPGROUP // WARP))
         self.blocks = min(self.gpu.multiprocessors, self.order_problem.max_tiles * self.column_tiles)
         with launch(self.blocks, PRODUCERS + _CONSUMERS * WARPGROUP, reallocates_registers=True) as place:
             self.thread, self.block = place.thread, place.block
@@ -362,6 +363,20 @@ class ExpertProduct:
         # In units of copies, as 32 bits suffice for these.
         rows = local(self.tile // _LINES, "int32")
 
+        def copy_weights(weights_at: Expr, step: Expr, fragment_of: Callable[[Expr], Expr]) -> None:
+            for i in range(self.fragments * self.chunks * WARP // PRODUCERS):
+                number = warp + i * (PRODUCERS // WARP)
+                fragment = fragment_of(number // self.chunks)
+                source = fragment * work.chunks + step * self.chunks + number % self.chunks
+                source = source * (work.chunk_bytes // CHUNK_BYTES) + lane
+                copied = i * (PRODUCERS // WARP * work.chunk_bytes)
+                with where([copies]):
+                    self._copy(weights_at + weight_target + copied, self.packed[0], source)
+                if work.high_bits:
+                    target = weights_at + T.bind(warp * work.chunk_bytes + _LOW_BYTES + lane * CHUNK_BYTES) + copied
+                    with when(lane < 8 * work.high_bits):
+                        self._copy(target, self.packed[0], source + WARP)
+
         def tile(record: Expr, column: Expr) -> None:
             expert, first, count = (self._word(record + i) for i in range(3))
             pair_of = self._pair_of(first)
@@ -380,18 +395,10 @@ class ExpertProduct:
                 stage, parity = T.bind(position.stage), T.bind(position.parity)
                 ptx.barrier_wait(self.ring.empty(stage), T.bitwise_xor(parity, 1))
                 weights_at = T.bind(self.weights_at + stage * self.weight_bytes)
-                for i in range(self.fragments * self.chunks * WARP // PRODUCERS):
-                    number = warp + i * (PRODUCERS // WARP)
-                    fragment = fragment_of(number // self.chunks)
-                    source = fragment * work.chunks + step * self.chunks + number % self.chunks
-                    source = source * (work.chunk_bytes // CHUNK_BYTES) + lane
-                    copied = i * (PRODUCERS // WARP * work.chunk_bytes)
-                    with where([copies]):
-                        self._copy(weights_at + weight_target + copied, self.packed[0], source)
-                    if work.high_bits:
-                        target = weights_at + T.bind(warp * work.chunk_bytes + _LOW_BYTES + lane * CHUNK_BYTES) + copied
-                        with when(lane < 8 * work.high_bits):
-                            self._copy(target, self.packed[0], source + WARP)
+                if work.is_plain:
+                    self._load_plain(weights_at, step, stage, fragment_of)
+                else:
+                    copy_weights(weights_at, step, fragment_of)
                 self._copy_parts(weights_at, step, fragment_of)
                 rows_at = T.bind(self.rows_at + stage * self.row_bytes + row_target)
                 for i in range(self.tile // _LINES):
@@ -408,6 +415,17 @@ class ExpertProduct:
         for choice in reversed(self.tiling.rows[:-1]):
             rows = T.Select(count <= choice, choice, rows)
         return rows
+
+    def _load_plain(self, weights_at: Expr, step: Expr, stage: Expr, fragment_of: Callable[[Expr], Expr]) -> None:
+        """Issue a bulk copy of each fragment's 16-bit weights: copies of 16 bytes are too many for 128 threads."""
+        size = self.chunks * self.work.chunk_bytes
+        with when(tirx.EQ(self.thread, 0)):
+            ptx.barrier_expect(self.ring.full(stage), self.fragments * size)
+        with when(self.thread < self.fragments):
+            weights, first = self.packed[0], fragment_of(self.thread) * self.work.chunks + step * self.chunks
+            elements = self.work.chunk_bytes // bytes_of(weights.nominal)  # of a chunk
+            source = T.address_of(weights.data[T.Cast("int64", first) * elements])
+            ptx.bulk_load(self.shared.at(weights_at + self.thread * size), source, size, self.ring.full(stage))
 
     def _copy_parts(self, weights_at: Expr, step: Expr, fragment_of: Callable[[Expr], Expr]) -> None:
         """Copy scales and zero points of a stage."""
@@ -457,6 +475,7 @@ class ExpertProduct:
             self._choose_rows(self.tiling.rows, count, first_column)
 
         self._each_tile(tile)
+        wait_late()  # of a block without tiles
 
     def _choose_rows(self, choices: tuple[int, ...], count: Expr, first_column: Expr) -> None:
         """Write the code of a tile for each number of rows."""
@@ -502,6 +521,7 @@ class ExpertProduct:
         self._release(last[0])
         # Opaque, as addresses that are computed once, before all tiles, would take registers in the main loop.
         member = T.bind(T.tvm_warp_shuffle(T.uint32(ALL_LANES), self.member, self.lane, WARP, WARP))
+        wait_late()
         if not self.in_rows:
             self.store.fetch(extents, {}, own, member)
         self.store.emit(self.sums, extents, {}, own, self.group, member)

@@ -36,6 +36,7 @@ from ..core.launch import (
     local,
     to_int32,
     unrolled,
+    wait_late,
 )
 from ..core.operand import GpuOperand
 from ..tile.batches import Batches
@@ -571,8 +572,7 @@ class WgmmaProduct:
         def last_step(number: Expr, stage: Expr, parity: Expr) -> None:
             # Outside the loop: ptxas may read accumulators before products issued in a loop are complete.
             if self.may_wait_late:
-                with T.attr(0, LATE_WAIT, 1):
-                    T.evaluate(0)
+                wait_late()
                 fetch()
             self._multiply_step(number, stage, parity)
             ptx.wgmma_wait(0)

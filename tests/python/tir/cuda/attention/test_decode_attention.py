@@ -46,8 +46,9 @@ CASES = {
 }
 
 
-def kernel(work, split):
-    return decode_attention_kernel(work.problem, GPU, paged_plan(work.problem, 16, 2, split))
+def kernel(work, split, teams=1):
+    plan = dataclasses.replace(paged_plan(work.problem, 16, 2, split), teams=teams)
+    return decode_attention_kernel(work.problem, GPU, plan)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 64])
@@ -67,6 +68,17 @@ def test_against_float64(name):
     pages = arguments[1] = call.pages.copy()
     run(kernel(call.work, split), *arguments, out, arch="sm_90a")
     check(call, out, pages)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["more pages than stages", "sinks"])
+def test_teams_of_warps_split_the_pages_of_a_block(name):
+    chosen, split = CASES[name]
+    call = Call(chosen, fresh_rng())
+    out, arguments = np.full((call.work.rows, call.work.heads * call.work.size), np.nan, "float16"), call.arguments()
+    arguments[1] = call.pages.copy()
+    run(kernel(call.work, split, teams=2), *arguments, out, arch="sm_90a")
+    check(call, out, arguments[1])
 
 
 def test_pages_that_are_not_there_are_left_out():
@@ -97,6 +109,17 @@ def test_a_block_asks_for_no_more_pages_than_it_has():
 
     # A GPU holds 120 blocks of clusters of four on its 132 multiprocessors: 256 of them would take two rounds.
     assert (plan(8), plan(32)) == ((3, 3), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "want"), [(1, 4, (8, 2)), (1, 8, (8, 2)), (8, 4, (6, 1)), (32, 4, (2, 1))]
+)
+def test_pages_are_split_over_all_multiprocessors(rows, kv_heads, want):
+    """Pages are split over the blocks of a cluster, and over teams of the blocks if these are few."""
+    work = dataclasses.replace(Call(case((500,), 32, kv_heads, 128), fresh_rng()).work, rows=rows, max_pages=65)
+    plan = decode_plan(work.problem, GPU)
+    assert (plan.split_keys, plan.teams) == want
+    assert plan.teams * plan.stages * 2 * 64 * 128 * 2 < GPU.shared_bytes
 
 
 @pytest.mark.gpu

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from tvm.target import Target
 
-from cuda_reports import reports_of
+from cuda_reports import compile_source, reports_of, sources_of
 from encoding.random_blocks import random_rows
 from gpu_interpreter import run
+from machine_code import disassembled, nvdisasm
 from relax_hetero.encoding import Operand, PackedLayout
 from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows, integer_format
 from relax_hetero.encoding.block_panels import BlockSource
@@ -17,7 +18,9 @@ from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue, QuantizedMatmulProblem
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.graph_functions import releases_after_wait, waiting_late
 from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.core.launch import LATE_WAIT
 from relax_hetero.tir.cuda.matmul import expert_body
 from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, expert_plan
 from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
@@ -126,13 +129,16 @@ def test_formats(name, dtype, k, minimum, monkeypatch):
 
 
 def result_of(problem, arguments, gpu, is_on_gpu):
-    """The result of a problem's kernel, by the interpreter or on this machine's GPU."""
+    """The result of a problem's kernel, by the interpreter, also if it waits late, or on this machine's GPU."""
     func, shape = quantized_matmul_kernel(problem, gpu), problem.result.shape
     if is_on_gpu:
         return run_on_gpu(func, arguments, shape, "float32")
-    result = np.full(shape, np.nan, "float32")
-    run(func, *arguments, result)
-    return result
+    results = []
+    for each in (func, waiting_late(func)) if gpu.overlaps_launches else (func,):
+        results.append(np.full(shape, np.nan, "float32"))
+        run(each, *arguments, results[-1])
+    np.testing.assert_array_equal(results[0], results[-1])
+    return results[0]
 
 
 def biases_of(problem, count):
@@ -235,6 +241,33 @@ def test_registers_of_kernels_of_few_pairs(name, second, limit):
     )
     (report,) = reports_of(quantized_matmul_kernel(problem, GPU), Target({"kind": "cuda", "arch": "sm_90a"}))
     assert report.registers <= limit and report.spill_stores == 0
+
+
+@pytest.mark.parametrize("kind", ["sum", "grouped", "with an operand"])
+def test_weights_are_loaded_before_a_late_wait(kind):
+    """Where the previous launch writes rows, or an operand of the epilogue; in machine code, too."""
+    tokens, is_sum, has_operand = 1 if kind == "sum" else 32, kind == "sum", kind == "with an operand"
+    problem = problem_of(tokens, 8, 128, 2048, 768, "float16", 8)
+    (shape,) = Fragments().shapes(2048, FILE_FORMATS["f16"], 768, 128)
+    weights = (operand(shape, "int32", Fragments.index_map),)
+    problem = dataclasses.replace(problem, weights=weights, bits=16, block=1, form=FILE_FORMATS["f16"])
+    if is_sum:
+        shares, result = dataclasses.replace(problem.index, dtype="float32"), operand((1, 2048), "float32", ("m", "n"))
+        problem = dataclasses.replace(problem, shares=shares, result=result)
+    if has_operand:
+        epilogue = Epilogue(Expression.parse("multiply(x0, x1)"), (problem.result,))
+        problem = dataclasses.replace(problem, epilogue=epilogue)
+    kernel = quantized_matmul_kernel(problem, GPU)
+    late = waiting_late(kernel)
+    assert releases_after_wait(kernel) and releases_after_wait(late)
+    assert list(kernel.attrs[LATE_WAIT]) == list(range(0 if has_operand else 1, 4 if is_sum else 3))
+    if nvdisasm() is None:
+        pytest.skip("no nvdisasm")
+    (source,) = sources_of(late, Target({"kind": "cuda", "arch": "sm_90a"}))
+    text = disassembled(compile_source(source).code)
+    # The last wait is that of blocks with an expert.
+    assert text.index("LDG.E.NA") < text.rindex("ACQBULK") < text.index("STG")
+    assert (text.rindex("HMMA") < text.rindex("ACQBULK")) == has_operand
 
 
 @pytest.mark.parametrize("fragments", [2, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from relax_hetero.encoding.problem import RowPhase
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of
 from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.graph_functions import waiting_in_place
+from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.tir.cuda.matmul.simt_matmul import simt_matmul_kernel
 from relax_hetero.tir.cuda.matmul.simt_plan import SimtPlan, simt_plan
 from seeds import fresh_rng
@@ -241,3 +244,16 @@ def test_on_a_gpu(sizes):
     out = tvm.runtime.tensor(np.full((m, n), np.nan, "float32"), device)
     module["main"](tvm.runtime.tensor(left, device), tvm.runtime.tensor(right, device), out)
     np.testing.assert_allclose(out.numpy(), left.astype("float64") @ right, atol=1e-5 * sizes["k"] ** 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("k", "early"), [(2048, [1]), (4096, [1]), (16384, None)])
+def test_weights_that_registers_hold_are_loaded_before_the_wait(k, early):
+    sizes = {"m": 1, "n": 12, "k": k}
+    problem = product(sizes, maps=("mk", "nk", "mn"))
+    kernel = simt_matmul_kernel(problem, GPU)
+    assert kernel.attrs.get(READS_EARLY) == early
+    if early:
+        kernel = waiting_in_place(kernel)
+        left, right = (re.escape(f"{name}[T.Ramp(") for name in ("buffer", "buffer_1"))
+        assert re.search(rf"{right}(?s:.*)griddepcontrol\(\"wait(?s:.*)= {left}", kernel.script())
+    check(problem, kernel, sizes)

@@ -99,6 +99,47 @@ def test_products(problem, m, plan):
     check(problem, m, plan)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "plan"),
+    [
+        (5, 100, 520, SkinnyPlan(4, 3, 2)),  # edges, parts of unequal size
+        (33, 190, 1000, SkinnyPlan(2, 3, 2)),
+        (17, 72, 99, SkinnyPlan(1, 2, 2)),  # rows that are not aligned
+        (1, 64, 64, None),
+    ],
+)
+def test_two_products_of_the_same_rows(m, n, k, plan):
+    problem = problem_of(m, n, k)
+    bias = Operand((n,), "float32", ("n",), PackedLayout.identity(1))
+    gated = Epilogue(Expression.parse("cast(add(multiply(silu(x1), x0), x2), 'float16')"), (bias,))
+    problem = replace(problem, second=problem.rhs, epilogue=gated)
+    rng = fresh_rng()
+    lhs, up, gate = (rng.standard_normal(shape).astype("float16") for shape in ((m, k), (k, n), (k, n)))
+    shift, result = rng.standard_normal(n).astype("float32"), np.full((m, n), np.nan, "float16")
+    kernel = skinny_gemm_kernel(problem, GPU, plan)
+    assert is_one_launch(kernel) and list(kernel.attrs[READS_EARLY]) == [1, 2]
+    run(kernel, lhs / np.float16(8), *(problem.rhs.layout.pack(weight) for weight in (up, gate)), shift, result)
+    x0, x1 = (lhs.astype("float64") / 8 @ weight for weight in (up, gate))
+    want = x1 / (1 + np.exp(-x1)) * x0 + shift
+    assert np.abs(result - want).max() <= 1e-3 * np.abs(want).max()
+    assert not sends_words(replace(problem, result=replace(problem.result, dtype="float32")))
+
+
+@pytest.mark.parametrize("rows", [1, 32, 64])
+def test_blocks_of_two_products(rows):
+    """One of them fits a multiprocessor where each can have its own, else two, as those of one product."""
+    weights, row_bytes = 2 * WEIGHT_BYTES, 128 * -(-rows // 16) * 16
+    for columns, are_alone in ((7168, True), (14336, False)):
+        problem = problem_of(rows, columns, 4096)
+        plan = skinny_plan(replace(problem, second=problem.rhs), GPU)
+        assert plan.split == 1
+        assert (2 * (plan.stages * weights + plan.row_stages * row_bytes) > SHARED_BYTES) == are_alone
+    gated = Epilogue(Expression.parse("cast(multiply(x1, x0), 'float16')"))
+    (report,) = reports_of(skinny_gemm_kernel(replace(problem, second=problem.rhs, epilogue=gated), GPU), TARGET)
+    assert report.serialized == "" and not report.touched and report.spill_stores == 0 and report.registers <= 96
+
+
 def test_rows_that_are_not_aligned():
     check(problem_of(17, 72, 99, "bfloat16", epilogue=BIAS_RELU), 17, SkinnyPlan(2, 4, 4), 1e-2)
 

@@ -1,4 +1,4 @@
-"""`ReaderWishes`: splits of a function's values that would serve their readers, from the last binding to the first."""
+"""`PreferredSplits`: splits of a function's values that serve their readers, from the last binding to the first."""
 
 from __future__ import annotations
 
@@ -15,28 +15,22 @@ from .sharding import known
 from .sharding_rules import PRODUCTS, consecutive, last_axis_slice, passes_on, segments_of_operand
 
 
-class ReaderWishes:
-    """Wishes of the readers of each value.
+class PreferredSplits:
+    """Splits of each value that its readers ask for, or are faster with.
 
     Parameters
     ----------
     outputs : mapping of relax.Var to set of (int, int)
         Results of the function, and the splits that the caller asks for, as in `asked`.
-
-    Attributes
-    ----------
-    segments : dict of relax.Var to tuple of int
-        Segments along the last axis of which each device should have its share.
-    read_by_products : set of relax.Var
-        Values whose split serves a product, attention, or the caller.
-    asked : dict of relax.Var to set of (int, int)
-        Splits that annotations ask for, the caller, and attention, whose rule has no other form: the axis of the mesh,
-        and that of the value.
     """
 
     def __init__(self, bindings: Sequence[relax.Binding], outputs: Mapping[relax.Var, set[tuple[int, int]]]) -> None:
+        # Segments along the last axis of which each device should have its share.
         self.segments: dict[relax.Var, tuple[int, ...]] = {}
+        # Values whose split serves a product, attention, or the caller.
         self.read_by_products: set[relax.Var] = set(outputs)
+        # Splits that annotations ask for, the caller, and attention, whose rule has no other form: the axis of the
+        # mesh, and that of the value.
         self.asked: dict[relax.Var, set[tuple[int, int]]] = {var: set(splits) for var, splits in outputs.items()}
         self._slices: dict[relax.Var, dict[int, int]] = {}  # of the last axis: begin to end
         for binding in reversed(bindings):
