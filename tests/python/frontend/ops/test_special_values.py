@@ -28,8 +28,8 @@ OPS = [
 ]
 # For all values, not only NaN: ONNX Runtime computes in other orders, or other precision.
 ROUGH = {"float16": 4e-3, "float32": 5e-6, "float64": 1e-6}
-# ONNX Runtime 1.32 computes these in float32, where 1 + eps is 1 and no longer beyond a limit; its Sign of float16, unlike
-# that of float32, makes NaN a 0.
+# ONNX Runtime 1.32 computes those of float64 in float32, where 1 + eps is 1 and no longer beyond a limit; its Sign of
+# float16, unlike that of float32, makes NaN a 0.
 DEFINITIONS = {
     ("Sign", "float16"): np.sign,
     ("ThresholdedRelu", "float64"): lambda x: np.where(x > 1, x, 0),
