@@ -15,6 +15,7 @@ from relax_hetero.artifact.peer_layout import LONG_OPERANDS, SLOTS, data_offset
 from relax_hetero.vm.device import peer_memory
 from relax_hetero.vm.device.builtins import current_machine
 from relax_hetero.vm.device.cuda_streams import wait_checks
+from relax_hetero.vm.device.graph_launches import GraphLaunch
 from relax_hetero.vm.device.peer_memory import peer_call, run_over_peers
 from vm.fake_cuda import FakeCuda, FakeLibrary
 
@@ -112,6 +113,17 @@ def test_a_call_after_a_failure_of_nccl_does_not_wait(hangs, monkeypatch):
         with pytest.raises(rh.HeteroError, match="cuda:0 is lost, found after 0" + (r"\." if hangs else " s")):
             run_over_peers(peer_memory.devices_of_call, [], machine)
     assert not is_locked()
+
+
+def test_memory_is_cleared_after_launches_that_an_interrupted_call_has_left(monkeypatch):
+    begins, machine, events = threading.Event(), (tvm.cuda(0),), []
+    monkeypatch.setattr(peer_memory, "cuda_library", lambda library=FakeLibrary(FakeCuda()): library)
+    memory = SimpleNamespace(clear=lambda: events.append("cleared"))
+    monkeypatch.setitem(peer_memory._memories, (id(machine), 1024, (0,)), memory)
+    GraphLaunch(0, lambda: events.append(begins.wait(20)))
+    threading.Timer(0.02, begins.set).start()
+    peer_memory._clear_memory(machine)
+    assert events == [True, "cleared"]
 
 
 def test_all_but_long_operands_is_cleared(monkeypatch):
