@@ -116,8 +116,8 @@ def test_a_call_after_a_failure_of_nccl_does_not_wait(hangs, monkeypatch):
 
 
 def test_memory_is_cleared_after_launches_that_an_interrupted_call_has_left(monkeypatch):
-    begins, machine, events = threading.Event(), (tvm.cuda(0),), []
-    monkeypatch.setattr(peer_memory, "cuda_library", lambda library=FakeLibrary(FakeCuda()): library)
+    begins, machine, events, library = threading.Event(), (tvm.cuda(0),), [], FakeLibrary(FakeCuda())
+    monkeypatch.setattr(peer_memory, "cuda_library", lambda: library)
     memory = SimpleNamespace(clear=lambda: events.append("cleared"))
     monkeypatch.setitem(peer_memory._memories, (id(machine), 1024, (0,)), memory)
     GraphLaunch(0, lambda: events.append(begins.wait(20)))
