@@ -143,7 +143,7 @@ class CudaLibrary:
         """The exception for a failing function's status."""
         text = c_char_p()
         self._functions["cuGetErrorName"](status, ctypes.byref(text))
-        hint = _GRAPHS_DRIVER if status == _NOT_SUPPORTED and name in _GRAPH_ARGUMENTS else ""
+        hint = _GRAPHS_DRIVER if self._functions.get(name) is _missing else ""
         return CudaError(f"{name} failed: {text.value.decode() if text.value else status}{hint}")
 
     def create(self, name: str, *args: Any) -> int:
@@ -174,11 +174,16 @@ class CudaLibrary:
         return not failed and kind.value == HOST_MEMORY
 
 
+def _missing(*_: Any) -> int:
+    """Stand-in for a function that the driver lacks."""
+    return _NOT_SUPPORTED
+
+
 def _typed(library: Any) -> dict[str, Any]:
     functions: dict[str, Any] = {}
     for name, arguments in {**_ARGUMENTS, **_GRAPH_ARGUMENTS}.items():
         if name in _GRAPH_ARGUMENTS and not hasattr(library, name):
-            functions[name] = lambda *_: _NOT_SUPPORTED
+            functions[name] = _missing
             continue
         functions[name] = function = getattr(library, name)
         function.argtypes, function.restype = arguments, c_int
