@@ -86,13 +86,13 @@ def _union_reader(options: list[Any]) -> Callable[[Any], Any]:
 
 def fields_from_data(cls: Any, data: Any) -> Any:
     """A dataclass, the inverse of `fields_data`; KeyError for a missing field, TypeError for an unknown one."""
-    readers, is_row = _field_readers(cls), getattr(cls, "IS_ROW", False)
-    if not isinstance(data, list if is_row else dict):
-        raise TypeError(f"{cls.__name__}: {_shown(data)}, expected {'a list' if is_row else 'an object'}")
-    if is_row:
-        if len(data) != len(readers):
-            raise TypeError(f"{cls.__name__}: found {len(data)} values, expected {', '.join(readers)}")
+    readers = _field_readers(cls)
+    if getattr(cls, "IS_ROW", False):
+        if not isinstance(data, list) or len(data) != len(readers):
+            raise TypeError(f"{cls.__name__}: {_shown(data)}, expected a list of {', '.join(readers)}")
         return cls(*(read(value) for read, value in zip(readers.values(), data, strict=True)))
+    if not isinstance(data, dict):
+        raise TypeError(f"{cls.__name__}: {_shown(data)}, expected an object")
     if missing := _required_fields(cls) - data.keys():
         raise KeyError(min(missing))
     if unknown := data.keys() - readers.keys():

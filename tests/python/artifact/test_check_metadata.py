@@ -38,8 +38,11 @@ def test_written_metadata_are_read():
         (lambda data: data["constants"][0].pop("shape"), "KeyError('shape')"),
         (lambda data: data["constants"][0].update(size=1), "ConstantSpec: found 'size', expected only name, shape"),
         (lambda data: data.update(cache=None), "CacheUse: found None, expected an object"),
-        (lambda data: data["regions"][0]["commands"][0]["operands"][0].pop(), "found 3 values, expected space, index"),
-        (lambda data: data["regions"][0]["commands"][0].update(operands=["ab"]), "found 'ab', expected a list"),
+        (lambda data: data["regions"][0]["commands"][0]["operands"][0].pop(), "0, 0], expected a list of space, index"),
+        (
+            lambda data: data["regions"][0]["commands"][0].update(operands=["ab"]),
+            "found 'ab', expected a list of space",
+        ),
     ],
 )
 def test_parts_of_other_forms_are_named(change, words):
