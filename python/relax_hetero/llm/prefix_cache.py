@@ -62,7 +62,7 @@ class PrefixCache:
     def find_longest(self, tokens: np.ndarray, candidates: Iterable[Prefix] = ()) -> tuple[Prefix, int] | None:
         """Find the sequence with the longest common prefix, and its length; None if all are shorter than `min_tokens`.
 
-        `candidates`: further candidates, such as running requests.
+        `tokens`: tokens of a request, ``(length,)`` int32; `candidates`: further candidates, such as running requests.
         """
         best = max(
             ((prefix, common_length(prefix.tokens, tokens)) for prefix in (*self._entries, *candidates)),
