@@ -24,7 +24,7 @@ class PrefixCache:
     """Sequences of finished requests, evicted in least-recently-used order.
 
     `cache`: cache with their keys and values; `max_prefixes`: maximum number of sequences; `min_tokens`: minimum length
-    of a common prefix, a shorter one is not worth copying a page.
+    of a common prefix, as a shorter one is not worth copying a page.
     """
 
     def __init__(self, cache: Cache, max_prefixes: int, min_tokens: int = 16) -> None:
