@@ -45,7 +45,8 @@ def test_steps_on_two_devices_of_caches_that_grow():
 def test_steps_of_other_models(options):
     model = GenAI(**options).model()
     mod = rh.from_onnx(model, shapes=GROWING)
-    check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"])
+    # Kernels of a few bits round activations to 16 bits, ONNX Runtime's to none.
+    check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"], rtol=1e-2 if options.get("bits", 4) else 1e-3)
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ class Nodes:
         opsets = [helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
-    def check(self, vdevices: list[Any], expected: Sequence[np.ndarray] | None = None) -> None:
+    def check(self, vdevices: list[Any], expected: Sequence[np.ndarray] | None = None, atol: float = 1e-5) -> None:
         """Compare the model with ONNX Runtime, or with given results; its nodes are dealt out over the devices."""
         if expected is None:
             options = pytest.importorskip("onnxruntime").SessionOptions()
@@ -82,4 +82,4 @@ class Nodes:
         for info, array, result in zip(typed.graph.output, expected, actual, strict=True):
             assert result.numpy().dtype == array.dtype, info.name
             off_by_one = 1 if array.dtype.kind in "iu" else 0
-            np.testing.assert_allclose(result.numpy(), array, 1e-4, 1e-5 + off_by_one, err_msg=info.name)
+            np.testing.assert_allclose(result.numpy(), array, 1e-4, atol + off_by_one, err_msg=info.name)

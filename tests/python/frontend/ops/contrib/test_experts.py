@@ -75,6 +75,8 @@ def test_experts_of_a_few_bits_compute_the_rows_that_chose_them():
     np.testing.assert_allclose(actual, expected, 1e-4, 1e-4)
 
 
+# Kernels of a few bits round activations to 16 bits: 1.6e-5 of the largest in a block (docs/explanation/precision.md).
+ROUNDED = 1e-4
 SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1}
 
 
@@ -83,7 +85,7 @@ def test_a_few_of_them():
     nodes = Experts()
     nodes.mix(k=2, activation_type="silu", normalize_routing_weights=1, is_batched=True)
     nodes.mix_bits(4, 16, True, k=2, **SWIGLU)
-    nodes.check(["llvm"])
+    nodes.check(["llvm"], atol=ROUNDED)
 
 
 @pytest.mark.slow
@@ -97,7 +99,7 @@ def test_all_that_onnx_runtime_has(vdevices):
         nodes.mix_bits(bits, 16, False, k=2, **SWIGLU)
     for bits in (4, 8):
         nodes.mix_bits(bits, 0, bits == 4, k=2, activation_type="silu")
-    nodes.check(vdevices)
+    nodes.check(vdevices, atol=ROUNDED)
 
 
 def sparse_mixer(logits: np.ndarray) -> np.ndarray:

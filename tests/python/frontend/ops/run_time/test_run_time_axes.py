@@ -40,11 +40,10 @@ def test_axes_of_a_reduction(keepdims):
     assert_refused(total, DATA, np.array([1, -2]), match="names an axis twice")
 
 
-@pytest.mark.slow
 def test_a_mean_of_nothing_along_an_axis_that_a_call_names():
     mean = function_of("ReduceMean", DATA, np.array([0], "int64"))
     np.testing.assert_allclose(mean(DATA, np.array([-1])), DATA.mean(-1, keepdims=True), rtol=1e-5)
-    assert_refused(mean, DATA[:0], np.array([0]), match="has no mean of nothing to give")
+    np.testing.assert_array_equal(mean(DATA[:0], np.array([0])), np.zeros((1, 3, 4)))  # as ONNX Runtime
     assert mean(DATA[:0], np.array([1])).shape == (0, 1, 4)
 
 
