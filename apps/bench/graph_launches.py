@@ -157,10 +157,11 @@ def main(counts: str, rounds: int) -> None:
             kept.append(owner)
 
             def launch(graph: int = graph) -> None:
+                library.use(0)
                 library.call("cuGraphLaunch", graph, stream.handle)
 
-            def by_thread(graph: int = graph) -> None:
-                GraphLaunch(library, graph, stream, lambda: None).wait()
+            def by_thread(launch: Callable[[], None] = launch) -> None:
+                GraphLaunch(0, launch).wait()
 
             returned = hold.launches(launch, stream)
             (host, total), (thread, _) = (microseconds(each, stream, rounds) for each in (launch, by_thread))

@@ -21,7 +21,12 @@ from smoke import smoke  # noqa: E402
 @click.command(help=__doc__)
 @click.argument("model")
 @click.option("--vdevice", multiple=True)
-@click.option("--contexts", default="4096,2048", show_default=True, help="Of the first two processes, and the third.")
+@click.option(
+    "--contexts",
+    default="4096,2048",
+    show_default=True,
+    help="Tokens that the first two processes and the third allow.",
+)
 @click.option("--only", type=int, hidden=True, help="Load the model in this process, with this context.")
 @smoke(contexts="128,64")
 def main(model: str, vdevice: tuple[str, ...], contexts: str, only: int | None) -> None:

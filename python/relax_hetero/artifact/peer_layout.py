@@ -28,7 +28,7 @@ PEER_MEMORY = "relax_hetero.peer_memory"
 returns the addresses of their memory, (devices,) of int64, on the first device."""
 
 AWAIT_LAUNCHES = "relax_hetero.await_launches"
-"""Packed function that returns once the command buffers of GPUs of a mesh are launched which were submitted before."""
+"""Packed function that returns once all command buffers that the call has submitted are launched."""
 
 _ALIGNMENT = 256
 

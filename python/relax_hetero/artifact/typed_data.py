@@ -85,12 +85,18 @@ def _union_reader(options: list[Any]) -> Callable[[Any], Any]:
 
 
 def fields_from_data(cls: Any, data: Any) -> Any:
-    """A dataclass, the inverse of `fields_data`; KeyError for a missing field."""
+    """A dataclass, the inverse of `fields_data`; KeyError for a missing field, TypeError for an unknown one."""
     readers = _field_readers(cls)
     if getattr(cls, "IS_ROW", False):
+        if not isinstance(data, list) or len(data) != len(readers):
+            raise TypeError(f"{cls.__name__}: {_shown(data)}, expected a list of {', '.join(readers)}")
         return cls(*(read(value) for read, value in zip(readers.values(), data, strict=True)))
+    if not isinstance(data, dict):
+        raise TypeError(f"{cls.__name__}: {_shown(data)}, expected an object")
     if missing := _required_fields(cls) - data.keys():
         raise KeyError(min(missing))
+    if unknown := data.keys() - readers.keys():
+        raise TypeError(f"{cls.__name__}: found {min(unknown)!r}, expected only {', '.join(readers)}")
     return cls(**{name: readers[name](value) for name, value in data.items()})
 
 

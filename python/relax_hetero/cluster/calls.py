@@ -69,7 +69,7 @@ def result_of(call: ClusterCall, route: Route, messages: Sequence[Message]) -> A
     """Decode a call's result as TVM tensors on the CPU, in memory of their own.
 
     `call`: call that has ended; `route`: route of its function; `messages`: messages of the route's exits, in order.
-    Raises HeteroError if a step failed; the error that it raised.
+    Raises the error of a step that failed, a HeteroError.
     """
     received: dict[int, tuple[Any, ...]] = {}
     for task, message in zip(route.exits, messages, strict=True):

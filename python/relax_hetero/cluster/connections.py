@@ -103,7 +103,7 @@ class Connection:
     def send(self, message: Message, wait: Callable[[Connection], None]) -> None:
         """Send a message, whose arrays may change once this returns.
 
-        `message`: message, arrays in its values are contiguous; `wait`: waits until the connection can take more.
+        `message`: message whose arrays are contiguous; `wait`: waits until the connection can take more.
         """
         body, arrays = self._codec.encode(message)
         block = NO_BLOCK if self._blocks is None else self._blocks.write(arrays)

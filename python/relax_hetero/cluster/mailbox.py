@@ -58,7 +58,7 @@ class CallMessages:
     """Sends and receives of one host during a call.
 
     `mailbox`: mailbox of this host; `deliver`: delivers a value to another host; `encode`, `decode`: conversions
-    between values of the machine and values in messages, decoded values own their memory.
+    between values of the machine and values in messages, which own their memory when decoded.
     """
 
     def __init__(

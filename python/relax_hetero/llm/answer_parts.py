@@ -30,8 +30,8 @@ class Part(NamedTuple):
 class Reader:
     """Text of an answer that was not parsed yet.
 
-    `text`: text so far, from the last `release` on; `position`: offset of the next character to parse, routines set it
-    back where their syntax does not match; `ended`: whether the answer is complete.
+    `text`: text so far, from the last `release` on; `position`: offset of the next character to parse, to which
+    routines return where their syntax does not match; `ended`: whether the answer is complete.
     """
 
     def __init__(self) -> None:

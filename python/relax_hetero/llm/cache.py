@@ -69,7 +69,7 @@ class PageGroup:
         columns: int,  # columns of the table
     ) -> None:
         self.window, self.pages = window, pages
-        # Page of each column of a slot, or `NO_PAGE`; kernels read it.
+        # Page of each column of a slot, or `NO_PAGE`, ``(slots, columns)``; kernels read it.
         self.table = np.full((slots, columns), NO_PAGE, "int32")
         self.reference_counts = [0] * pages  # number of sequences that share each page
         self.version = 0  # number of changes of the table

@@ -225,7 +225,7 @@ class CompiledDecodeStep:
     def masked_tokens(self, masks: np.ndarray) -> list[int]:
         """Wait for the end, and return the index of each sequence's largest logit among allowed tokens.
 
-        Raises HeteroError as `tokens` does.
+        `masks`: ``(sequences, words)`` int32 (`encoding.token_masks`). Raises HeteroError as `tokens` does.
         """
         assert self._mask is not None, "see CompiledModel.masks_tokens"
         arrays, begin = [], 0

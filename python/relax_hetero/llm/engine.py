@@ -141,7 +141,9 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self._max_waiting = max_waiting
         if not isinstance(model, Model):
-            raise HeteroError(f"model: {describe_value(model)}; expected an rh.llm.Model, as load returns it")
+            raise HeteroError(
+                f"model: {describe_value(model)}; expected an rh.llm.Model, the first of the pair that load returns"
+            )
         draft = model.draft if draft is None else draft
         if draft is not None and (draft is model or not isinstance(draft, Model)):
             found = "the model itself" if draft is model else describe_value(draft)

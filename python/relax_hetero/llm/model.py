@@ -101,6 +101,8 @@ class DecodeStep(Protocol):
 class Model(ABC):
     """A language model with its cache; not thread-safe. Members with a default are abilities that it may lack.
 
+    A subclass replaces properties by properties or attributes of its class, as they cannot be assigned to an object.
+
     Attributes
     ----------
     vocabulary : int

@@ -24,7 +24,7 @@ class PrefixCache:
     """Sequences of finished requests, evicted in least-recently-used order.
 
     `cache`: cache with their keys and values; `max_prefixes`: maximum number of sequences; `min_tokens`: minimum length
-    of a common prefix, a shorter one is not worth copying a page.
+    of a common prefix, as a shorter one is not worth copying a page.
     """
 
     def __init__(self, cache: Cache, max_prefixes: int, min_tokens: int = 16) -> None:
@@ -62,7 +62,7 @@ class PrefixCache:
     def find_longest(self, tokens: np.ndarray, candidates: Iterable[Prefix] = ()) -> tuple[Prefix, int] | None:
         """Find the sequence with the longest common prefix, and its length; None if all are shorter than `min_tokens`.
 
-        `candidates`: further candidates, such as running requests.
+        `tokens`: tokens of a request, ``(length,)`` int32; `candidates`: further candidates, such as running requests.
         """
         best = max(
             ((prefix, common_length(prefix.tokens, tokens)) for prefix in (*self._entries, *candidates)),

@@ -73,8 +73,8 @@ class Sequence:
     def accept(self, logits: np.ndarray) -> FinishReason | None:
         """Sample the next token and `append` it.
 
-        `logits`: logits of the last token. Raises HeteroError if the logits are not finite, or the grammar takes too
-        long.
+        `logits`: logits of the last token, ``(vocabulary,)`` float32. Raises HeteroError if they are not finite, or the
+        grammar takes too long.
         """
         mask = self.mask(logits.size) if self.has_mask else None
         return self.append(*sample(logits, self.request.params, self._uniforms, self._history, mask))
@@ -82,14 +82,14 @@ class Sequence:
     def sample_ahead(self, logits: np.ndarray, index: int) -> int:
         """Sample a token of a draft with the random number of the text's token at its position.
 
-        `logits`: logits of a draft model; `index`: number of tokens of the draft before.
+        `logits`: logits of a draft model, ``(vocabulary,)`` float32; `index`: number of tokens of the draft before.
         """
         return sample_token(logits, self.request.params, self._uniforms.peek(index), self._history)
 
     def observe(self, logits: np.ndarray) -> None:
         """Record the log-probabilities of tokens of the prompt.
 
-        `logits`: logits of the tokens after the first `cached` ones.
+        `logits`: logits of the tokens after the first `cached` ones, ``(count, vocabulary)`` float32.
         """
         logprobs, prompt = self.request.prompt_logprobs, self.request.prompt
         count = self.request.params.prompt_logprobs or 0

@@ -79,7 +79,7 @@ class Proposer(Protocol):
         """
 
     def draft(self, lengths: Mapping[Text, int]) -> Mapping[Text, list[int]]:
-        """Draft tokens; texts may get fewer, or be missing."""
+        """Draft tokens, at most so many of each text as `lengths` say; texts may get fewer, or be missing."""
 
     def release(self, text: Text) -> None:
         """Forget a text that has ended or was preempted, perhaps one that is not known."""

@@ -292,8 +292,8 @@ class Constraint:
 class Grammars:
     """Compiles structured outputs for the tokens of one tokenizer. Thread-safe.
 
-    `tokenizer`: tokenizer of the model; `vocabulary`: number of logits of a token, tokens beyond the tokenizer's are
-    never allowed.
+    `tokenizer`: tokenizer of the model; `vocabulary`: number of logits of a token, of which those beyond the
+    tokenizer's tokens are never allowed.
     """
 
     def __init__(self, tokenizer: TokenizerProtocol, vocabulary: int) -> None:

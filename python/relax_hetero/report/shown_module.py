@@ -352,7 +352,7 @@ class Layers:
 def layers_of(nodes: Sequence[int], edges: Iterable[tuple[int, int]], close: Iterable[int] = ()) -> Layers:
     """Lay out an acyclic graph in rows (Sugiyama's method).
 
-    `nodes`: nodes in topological order; `edges`: edges, those against the order of `nodes` are ignored; `close`: nodes
+    `nodes`: nodes in topological order; `edges`: edges, of which those against this order are ignored; `close`: nodes
     that, if they have no predecessor, lie just above their first successor, as weights do.
     """
     position = {node: index for index, node in enumerate(nodes)}

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def read_arrays(files: Sequence[str], names: Sequence[str]) -> dict[str, np.ndarray]:
     """Read arrays from ``x.npy``, ``NAME=x.npy`` and ``inputs.npz``.
 
-    `files`: arguments of the command line; `names`: inputs of the model, an ``.npy`` file without a name is for the
-    first input without an array. Raises BindingError if a file cannot be read, or an input is unknown or given twice.
+    `files`: arguments of the command line; `names`: inputs of the model, of which the first without an array gets an
+    ``.npy`` file without a name. Raises BindingError if a file cannot be read, or an input is unknown or given twice.
     """
     arrays: dict[str, np.ndarray] = {}
     for text in files:

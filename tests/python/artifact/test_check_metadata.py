@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -29,6 +30,26 @@ GOOD = Metadata(
 
 def test_written_metadata_are_read():
     assert read_metadata(GOOD.to_json()) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data["constants"][0].pop("shape"), "KeyError('shape')"),
+        (lambda data: data["constants"][0].update(size=1), "ConstantSpec: found 'size', expected only name, shape"),
+        (lambda data: data.update(cache=None), "CacheUse: found None, expected an object"),
+        (lambda data: data["regions"][0]["commands"][0]["operands"][0].pop(), "0, 0], expected a list of space, index"),
+        (
+            lambda data: data["regions"][0]["commands"][0].update(operands=["ab"]),
+            "found 'ab', expected a list of space",
+        ),
+    ],
+)
+def test_parts_of_other_forms_are_named(change, words):
+    data = json.loads(GOOD.to_json())
+    change(data)
+    with pytest.raises(ValueError, match=f"a part of it is missing, or of another kind: .*{re.escape(words)}"):
+        read_metadata(json.dumps(data))
 
 
 def with_region(**changes):

@@ -234,7 +234,7 @@ def test_a_draft_model_is_another_model():
     for draft, found in ((model, "the model itself"), ((model, CODEC), "found tuple"), ("draft.gguf", "'draft.gguf'")):
         with pytest.raises(HeteroError, match=f"draft: .*{found}.*; expected another model"):
             Engine(model, CODEC, draft=draft)
-    with pytest.raises(HeteroError, match="model: .*found tuple.*; expected an rh.llm.Model, as load returns it"):
+    with pytest.raises(HeteroError, match="model: .*found tuple.*; expected an rh.llm.Model, the first of the pair"):
         Engine((model, CODEC), CODEC)
 
 

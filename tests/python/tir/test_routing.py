@@ -10,7 +10,8 @@ from relax_hetero.tir.cuda.loops import schedule
 from relax_hetero.tir.routing import RoutingProblem, routing_kernel
 from seeds import fresh_rng
 
-TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+ON_DEVICES = pytest.mark.parametrize("arch", ["", "sm_75", "sm_90a"], ids=["cpu", "sm_75", "sm_90a"])
+"""The CPU, and GPUs without and with reductions of a warp by one instruction."""
 
 
 def wanted(scores, problem, bias):
@@ -32,25 +33,26 @@ def wanted(scores, problem, bias):
     return ids, chosen * problem.scale
 
 
-def routed(problem, scores, on_gpu, bias=None):
+def routed(problem, scores, arch, bias=None):
     """Ids and shares by the kernel of a device; their memory is poisoned before."""
     kernel, count = routing_kernel(problem), len(scores)
     ids, shares = np.full((count, problem.used), -7, "int32"), np.full((count, problem.used), np.nan, "float32")
     inputs = [scores] if bias is None else [scores, bias]
-    return _run(kernel, [*inputs, ids, shares], on_gpu)[-2:]
+    return _run(kernel, [*inputs, ids, shares], arch)[-2:]
 
 
-def _run(kernel, arguments, on_gpu):
+def _run(kernel, arguments, arch):
     """Arguments after a run of a device's kernel."""
-    if on_gpu:
-        interpreted(schedule(kernel.with_attr("target", TARGET), gpu_target_of(TARGET)), *arguments)
+    if arch:
+        target = tvm.target.Target({"kind": "cuda", "arch": arch})
+        interpreted(schedule(kernel.with_attr("target", target), gpu_target_of(target)), *arguments)
         return arguments
     tensors = list(map(tvm.runtime.tensor, arguments))
     tvm.compile(kernel.with_attr("global_symbol", "routing"), "llvm")["routing"](*tensors)
     return [tensor.numpy() for tensor in tensors]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@ON_DEVICES
 @pytest.mark.parametrize(
     "problem",
     [
@@ -71,12 +73,12 @@ def _run(kernel, arguments, on_gpu):
     ],
     ids=str,
 )
-def test_the_experts_with_the_greatest_scores(problem, on_gpu):
+def test_the_experts_with_the_greatest_scores(problem, arch):
     generator, rows = fresh_rng(), problem.rows if isinstance(problem.rows, int) else 6
     scores = generator.standard_normal((rows, problem.experts)).astype("float32")
     scores[0, problem.experts // 2] = scores[0].max()  # equal ones
     bias = generator.standard_normal(problem.experts).astype("float32") / 4 if problem.has_bias else None
-    ids, shares = routed(problem, scores, on_gpu, bias)
+    ids, shares = routed(problem, scores, arch, bias)
     want_ids, want_shares = wanted(scores, problem, bias)
     if problem.own:
         numbers = want_ids - problem.first
@@ -85,32 +87,32 @@ def test_the_experts_with_the_greatest_scores(problem, on_gpu):
     np.testing.assert_allclose(shares, want_shares, rtol=2e-6)
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@ON_DEVICES
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_experts_exist_whatever_the_scores(groups, value, on_gpu):
+def test_experts_exist_whatever_the_scores(groups, value, arch):
     problem = RoutingProblem(2, 40, 3, groups=groups, groups_used=(groups + 1) // 2)
-    ids, _ = routed(problem, np.full((2, 40), value, "float32"), on_gpu)
+    ids, _ = routed(problem, np.full((2, 40), value, "float32"), arch)
     assert ((ids >= 0) & (ids < 40)).all()
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
-def test_shares_are_numbers_where_all_sigmoids_vanish(on_gpu):
+@ON_DEVICES
+def test_shares_are_numbers_where_all_sigmoids_vanish(arch):
     problem = RoutingProblem(2, 40, 3, kind="sigmoid")
-    _, shares = routed(problem, np.full((2, 40), -120, "float32"), on_gpu)
+    _, shares = routed(problem, np.full((2, 40), -120, "float32"), arch)
     assert (shares == 0).all()
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@ON_DEVICES
 @pytest.mark.parametrize("rows", [3, 45])
-def test_counts_of_experts(rows, on_gpu):
+def test_counts_of_experts(rows, arch):
     """Counts grow by the rows of a sequence that chose an expert; other rows are padding."""
     generator, problem = fresh_rng(), RoutingProblem(rows, 9, 4, has_bias=rows == 3, has_counts=True)
     scores, sequences = generator.standard_normal((rows, 9), "float32"), generator.integers(-1, 2, rows, "int32")
     before = generator.integers(0, 100, 9, "int32")
     inputs = [scores, *([np.zeros(9, "float32")] if rows == 3 else []), sequences, before.copy()]
     results = np.full((rows, 4), -7, "int32"), np.full((rows, 4), np.nan, "float32")
-    arguments = _run(routing_kernel(problem), [*inputs, *results], on_gpu)
+    arguments = _run(routing_kernel(problem), [*inputs, *results], arch)
     ids = arguments[-2]
     np.testing.assert_array_equal(ids, wanted(scores, problem, None)[0])
     np.testing.assert_array_equal(arguments[-3] - before, np.bincount(ids[sequences >= 0].ravel(), minlength=9))

@@ -105,7 +105,7 @@ class Hyperparameters:
     feed_forward: tuple[int, ...]  # width of each layer's feed-forward network
     expert_feed_forward: int  # width of each expert
     eps: float  # epsilon of norms
-    base: float  # of rotary frequencies ``base_scale * base ** (-2i / rotary_size)``
+    base: float  # base of rotary frequencies ``base_scale * base ** (-2i / rotary_size)``
     base_scale: float
     yarn: Yarn | None  # rule by which frequencies are scaled; None: all by `base_scale`
     magnitude: float  # factor of cosines and sines without YaRN

@@ -103,8 +103,8 @@ def place_experts(
 ) -> ExpertPlan | None:
     """Find the home and the devices of experts with the least time per token, or None if nothing fits.
 
-    `limits`: index of a device -> maximum of resident bytes, other devices have no limit; `dense`: bytes and seconds of
-    all but the experts on each device; `row_bytes`: bytes of a row of activations.
+    `limits`: index of a device -> maximum of resident bytes, if it has one; `dense`: bytes and seconds of all but the
+    experts on each device; `row_bytes`: bytes of a row of activations.
     """
     count = range(len(dense))
     order = sorted(count, key=lambda device: sum(layer.seconds[device] for layer in layers))

@@ -23,7 +23,8 @@ _MAX_LISTED = 5
 class Weights:
     """Converts each tensor to a constant once, so that functions share it.
 
-    `model`: its architecture has the names of the tensors that the file may have, those of further layers are not read.
+    The architecture of `model` has the names of the tensors that the file may have; those of its `further_layers` are
+    not read.
     """
 
     def __init__(self, file: GgufFile, model: Hyperparameters) -> None:

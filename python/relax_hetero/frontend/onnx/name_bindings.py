@@ -210,8 +210,8 @@ def annotated_function(
 ) -> relax.Function:
     """Copy a function with devices in the types of its bindings; names and blocks are kept.
 
-    `graph`: the function's bindings and their nodes; `devices`: devices of nodes, they replace devices in types;
-    `default`: device of all other bindings whose types lack one, if any.
+    `graph`: the function's bindings and their nodes; `devices`: devices of nodes, in place of those in
+    types; `default`: device of all other bindings whose types lack one, if any.
     """
     return _DeviceAnnotator(graph, devices, default).annotated(func)
 

@@ -28,9 +28,9 @@ def in_order(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     """Sort the nodes of graphs, subgraphs and functions topologically.
 
     ONNX requires that order, but ONNX Runtime takes any order without cycles. `proto`: a model that passed
-    `check_model.check_form`, it is not changed. Returns the model itself if it is in order, else a copy. Independent
-    nodes keep their order. Raises FrontendError if a value that a node reads has no producer, or nodes form a cycle;
-    names the nodes.
+    `check_model.check_form`, and is not changed. Returns the model itself if it is in order, else a copy. Independent
+    nodes keep their order. Raises FrontendError, which names the nodes, if a value that one reads has no producer, or
+    they form a cycle.
     """
     if not _NodeOrder(proto, source).unsorted:
         return proto
@@ -160,7 +160,7 @@ class OnnxModel:
 def load_model(model: ModelSource, limits: ImportLimits | None = None) -> OnnxModel:
     """Read and check a model.
 
-    `model`: a file, with external data in its folder, the bytes of a file, or a model in memory that contains its data;
+    `model`: a file (external data is in its folder), the bytes of a file, or a model in memory that contains its data;
     `limits`: limits of the import. Raises FrontendError if the file (or one with external data) is missing or not an
     ONNX model, or the model is not valid or exceeds `limits`.
     """

@@ -11,8 +11,8 @@ from ...artifact.metadata import DeviceSpec
 def target_text(target: str, features: Sequence[str] | None = None) -> str:
     """Format a target as its kind and a CPU's instructions or a GPU's architecture: ``llvm AVX2``, ``cuda sm_90``.
 
-    `target`: target as JSON, other text stays as it is; `features`: LLVM's names of a CPU's features, by default they
-    come from LLVM, if it is installed.
+    `target`: target as JSON, or other text, which stays as it is; `features`: LLVM's names of a CPU's features, by
+    default those that an installed LLVM gives.
     """
     from ...target.instruction_names import instruction_names
     from ...vm.device.cpu_features import with_features  # imports TVM, which --help does not need

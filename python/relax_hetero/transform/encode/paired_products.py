@@ -41,7 +41,7 @@ class PairKernels(Protocol):
 
 
 def pair_products(func: relax.Function, kernels: PairKernels) -> relax.Function:
-    """A function whose products compute others of the same rows, which nothing else reads, where they can."""
+    """Return a function whose products also compute another one of the same rows that only they read, if they can."""
     users = user_counts(func)
     changed: dict[relax.Var, relax.Expr] = {}
     removed: set[relax.Var] = set()

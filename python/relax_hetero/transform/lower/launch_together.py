@@ -22,7 +22,8 @@ for launches that threads of the GPUs make (`vm.device.graph_launches`) after th
 launches, and each GPU has at most one of the launches that then follow one another: memory that is released between two
 launches of the same GPU is released before the second one, as without this pass.
 
-Assumes PlanMemoryPerDevice and KillAfterLastUse. Functions without memory that GPUs of a mesh share stay as they are. A
+Assumes PlanMemoryPerDevice and KillAfterLastUse. Modules without memory that GPUs of a mesh share stay as they are;
+others change as a whole, as threads also launch the command buffers of functions that one with such memory calls. A
 second run changes nothing.
 """
 
@@ -49,11 +50,9 @@ def launch_together(mod: tvm.IRModule) -> tvm.IRModule:
     def rewrite(block: Block) -> list[relax.Binding] | None:
         return _together(block, devices)
 
-    shared = [(gv, func) for gv, func in relax_functions(mod) if any(map(_is_shared, walk_bindings(func)))]
-    if not shared:
+    if not any(_is_shared(binding) for _, func in relax_functions(mod) for binding in walk_bindings(func)):
         return mod
-    functions = {gv: rewrite_function(func, rewrite) for gv, func in shared}
-    return with_functions(mod, functions)
+    return with_functions(mod, {gv: rewrite_function(func, rewrite) for gv, func in relax_functions(mod)})
 
 
 LaunchTogether = declare_pass("LaunchTogether", launch_together)

@@ -100,6 +100,8 @@ _GRAPH_ARGUMENTS = {
 }
 """Functions of graphs, which a driver may lack."""
 
+_GRAPHS_DRIVER = "; expected a driver of CUDA 12.3 or later (nvidia-smi shows its version)"
+
 
 class CudaLibrary:
     """Functions of the driver by name; those that fail raise `CudaError`.
@@ -129,9 +131,9 @@ class CudaLibrary:
         if status:
             raise self.error(name, status)
 
-    def status(self, name: str, *args: Any) -> int:
-        """Call a non-blocking function as `quick` does, and return its status instead of raising."""
-        return int(self._quick[name](*args))
+    def status(self, name: str, *args: Any, quick: bool = True) -> int:
+        """Call a non-blocking function as `quick` does, or as `call`, and return its status instead of raising."""
+        return int((self._quick if quick else self._functions)[name](*args))
 
     def address(self, name: str) -> int:
         """The address of a function, for compiled code."""
@@ -141,7 +143,8 @@ class CudaLibrary:
         """The exception for a failing function's status."""
         text = c_char_p()
         self._functions["cuGetErrorName"](status, ctypes.byref(text))
-        return CudaError(f"{name} failed: {text.value.decode() if text.value else status}")
+        hint = _GRAPHS_DRIVER if self._functions.get(name) is _missing else ""
+        return CudaError(f"{name} failed: {text.value.decode() if text.value else status}{hint}")
 
     def create(self, name: str, *args: Any) -> int:
         """Call a function, and return the handle or address that it stores through its first argument."""
@@ -171,11 +174,16 @@ class CudaLibrary:
         return not failed and kind.value == HOST_MEMORY
 
 
+def _missing(*_: Any) -> int:
+    """Stand-in for a function that the driver lacks."""
+    return _NOT_SUPPORTED
+
+
 def _typed(library: Any) -> dict[str, Any]:
     functions: dict[str, Any] = {}
     for name, arguments in {**_ARGUMENTS, **_GRAPH_ARGUMENTS}.items():
         if name in _GRAPH_ARGUMENTS and not hasattr(library, name):
-            functions[name] = lambda *_: _NOT_SUPPORTED
+            functions[name] = _missing
             continue
         functions[name] = function = getattr(library, name)
         function.argtypes, function.restype = arguments, c_int

@@ -112,11 +112,14 @@ class Stream:
     def done(self) -> bool:
         """Return whether all its work has ended; CudaError if the GPU has failed."""
         self.library.use(self.gpu)
-        return self.has_ended()
+        return _has_ended(self.library, "cuStreamQuery", self.handle)
 
     def has_ended(self) -> bool:
-        """`done` of a stream that is not a default one; this thread's current GPU stays the same."""
-        return _has_ended(self.library, "cuStreamQuery", self.handle)
+        """`done` of a stream that is not a default one; this thread's current GPU stays the same.
+
+        It may wait for a launch of another thread, and releases Python's global lock, which that may need.
+        """
+        return _has_ended(self.library, "cuStreamQuery", self.handle, quick=False)
 
     def synchronize(self) -> None:
         """Wait until all its work has ended; errors are those of `Event.synchronize`."""
@@ -150,8 +153,8 @@ def _has_waited(gpu: int, is_done: Callable[[], bool]) -> bool:
     return True
 
 
-def _has_ended(library: CudaLibrary, query: str, handle: int) -> bool:
-    status = library.status(query, handle)
+def _has_ended(library: CudaLibrary, query: str, handle: int, quick: bool = True) -> bool:
+    status = library.status(query, handle, quick=quick)
     if status not in (0, NOT_READY):
         raise library.error(query, status)
     return status == 0

@@ -3,6 +3,8 @@
 The driver queues a graph's kernels one by one if there are events or host functions between them. A launch then returns
 only when the rest fits into the GPU's queue, so when kernels of the graph have ended. If these wait for another GPU,
 whose graph the same thread launches next, both wait forever, as NCCL's guide says ("Using NCCL with CUDA Graphs").
+
+A caller that is interrupted, or whose wait ends with an error, leaves its launches to the threads: later ones follow.
 """
 
 from __future__ import annotations
@@ -13,9 +15,7 @@ from collections.abc import Callable
 from functools import cache
 from queue import SimpleQueue
 
-from .cuda_driver import CudaError
-from .cuda_library import CudaLibrary
-from .cuda_streams import Stream, check_wait
+from .cuda_streams import check_wait
 
 _POLL_SECONDS = 0.002
 """Interval between checks of a GPU while a thread waits for a launch."""
@@ -26,31 +26,31 @@ class GraphLaunch:
 
     Parameters
     ----------
-    then : callable
-        Function that the waiting thread calls after the launch.
+    gpu : int
+        Index of the GPU.
+    launch : callable
+        Function that makes the GPU the thread's current one and launches the graph.
     """
 
-    def __init__(self, library: CudaLibrary, graph: int, stream: Stream, then: Callable[[], None]) -> None:
-        self._library, self._graph, self._stream, self._then = library, graph, stream, then
+    def __init__(self, gpu: int, launch: Callable[[], None]) -> None:
+        self._gpu, self._launch = gpu, launch
         self._done = threading.Event()
-        self._error: CudaError | None = None
-        _launches_of(stream.gpu).put(self)
+        self._error: Exception | None = None
+        _launches_of(gpu).put(self)
 
     def wait(self) -> None:
-        """Wait until the graph is launched; CudaError if it could not be, or an error of `wait_checks`."""
+        """Wait until the function has returned; errors are its own, or those of `wait_checks`."""
         begin = time.monotonic()
         while not self._done.wait(_POLL_SECONDS):
-            check_wait(self._stream.gpu, time.monotonic() - begin)
+            check_wait(self._gpu, time.monotonic() - begin)
         if self._error is not None:
             raise self._error
-        self._then()
 
     def run(self) -> None:
-        """Launch the graph, in the thread of its GPU."""
+        """Call the function, in the thread of its GPU."""
         try:
-            self._library.use(self._stream.gpu)
-            self._library.call("cuGraphLaunch", self._graph, self._stream.handle)
-        except CudaError as error:
+            self._launch()
+        except Exception as error:  # raised where the caller waits; the thread goes on
             self._error = error
         finally:
             self._done.set()

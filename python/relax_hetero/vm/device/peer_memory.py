@@ -42,7 +42,7 @@ class _PeerCall(threading.local):
     has_lock = False  # whether this thread launches kernels of GPUs of a mesh, and no other thread does (`_launching`)
     collects_later = False  # whether Python collects garbage again after the call
     is_by_nccl = False  # whether its graphs have kernels of NCCL
-    launches: Sequence[GraphLaunch] = ()  # of graphs, which threads of the GPUs make
+    launches: Sequence[GraphLaunch] = ()  # those that threads of the GPUs make, and that nothing has waited for
 
 
 peer_call = _PeerCall()
@@ -155,6 +155,7 @@ def _clear_memory(devices: Sequence[runtime.Device]) -> None:
     library = cuda_library()
     for device in devices:
         if library is not None and device.dlpack_device_type() == CUDA:
+            GraphLaunch(device.index, lambda: None).wait()  # after launches that an interrupted call has left
             Stream(library, device.index, 0).synchronize()  # NCCL's kernels may wait for ones that were not launched
         else:
             device.sync()

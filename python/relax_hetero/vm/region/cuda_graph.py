@@ -23,6 +23,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,8 +198,16 @@ class CudaGraph:
         peer_call.is_incomplete, peer_call.missing = True, f"{self._name!r} on {self._device}"
 
     def _launch(self, graph: int, bindings: np.ndarray) -> None:
-        layout, words = self._layout, self._words
         stream = Stream.current(self._library, self._device)
+        if peer_call.is_by_nccl or self._times_kernels:
+            submit = partial(self._submit, graph, bindings.copy(), stream)
+            peer_call.launches = [*peer_call.launches, GraphLaunch(self._device.index, submit)]
+        else:
+            self._submit(graph, bindings, stream)
+
+    def _submit(self, graph: int, bindings: np.ndarray, stream: Stream) -> None:
+        """Write the bindings to a row, once one is free, and launch the graph."""
+        layout, words = self._layout, self._words
         ticket, begin = int(words[graph_layout.SUBMITTED]), time.monotonic()
         while ticket - int(words[graph_layout.CONSUMED]) >= RING_ROWS:
             stream.done()  # raises the error of a failed stream
@@ -206,15 +215,9 @@ class CudaGraph:
             time.sleep(_POLL_SECONDS)
         row = layout.ring + ticket % RING_ROWS * layout.slots
         words[row : row + layout.slots] = bindings
-
-        def count() -> None:
-            words[graph_layout.SUBMITTED] = ticket + 1
-
-        if peer_call.is_by_nccl or self._times_kernels:
-            peer_call.launches = [*peer_call.launches, GraphLaunch(self._library, graph, stream, count)]
-        else:
-            self._library.call("cuGraphLaunch", graph, stream.handle)
-            count()
+        self._library.use(self._device.index)
+        self._library.call("cuGraphLaunch", graph, stream.handle)
+        words[graph_layout.SUBMITTED] = ticket + 1
 
     def launch_error(self, code: int) -> CudaError:
         """The error for a graph launch that returned `code`."""

@@ -42,6 +42,7 @@ def products_of(module):
     return [(call.args[0].name_hint, list(call.args[1].fields)) for call in calls if "matmul" in call.args[0].name_hint]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_first_product_joins_the_one_that_reads_it(bias):
     module = after(bias=bias)
@@ -53,6 +54,7 @@ def test_the_first_product_joins_the_one_that_reads_it(bias):
     assert operations_of(module[name]) == 2 * 2 * 32 * WIDTH * DEPTH
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [{"rows": 65}, {"arch": "sm_80"}, {"is_read": True}, {"same_rows": False}])
 def test_products_that_stay_apart(how):
     assert ["pair" in name for name, _ in products_of(after(**how))] == [False, False]

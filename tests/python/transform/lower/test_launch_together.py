@@ -34,6 +34,15 @@ class Before:
     def graph_1(a: T.handle, b: T.handle):
         T.evaluate(0)
 
+    @R.function(private=True, pure=False)
+    def called(x: R.Tensor((2,), "int64", "cuda:0")) -> R.Tensor((2,), "int64"):
+        cls = Before
+        s: R.Any = R.memory.alloc_storage(R.shape([64]), 0, "global", "uint8")
+        a: R.Tensor((2,), "int64") = R.memory.alloc_tensor(s, 0, R.shape([2]), "int64", 0)
+        cls.graph_0(x, a)
+        R.memory.kill_tensor(s)
+        return a
+
     @R.function(pure=False)
     def main(x: R.Tensor((2,), "int64", "cuda:0")) -> R.Tensor((2,), "int64"):
         cls = Before
@@ -69,6 +78,16 @@ class Expected:
     def graph_1(a: T.handle, b: T.handle):
         T.evaluate(0)
 
+    @R.function(private=True, pure=False)
+    def called(x: R.Tensor((2,), "int64", "cuda:0")) -> R.Tensor((2,), "int64"):
+        cls = Expected
+        s: R.Any = R.memory.alloc_storage(R.shape([64]), 0, "global", "uint8")
+        a: R.Tensor((2,), "int64") = R.memory.alloc_tensor(s, 0, R.shape([2]), "int64", 0)
+        cls.graph_0(x, a)
+        R.call_packed("relax_hetero.await_launches", ty_args=R.Tuple())
+        R.memory.kill_tensor(s)
+        return a
+
     @R.function(pure=False)
     def main(x: R.Tensor((2,), "int64", "cuda:0")) -> R.Tensor((2,), "int64"):
         cls = Expected
@@ -102,7 +121,7 @@ def test_launches_follow_each_other():
     assert_structural_equal(LaunchTogether()(after), after)
 
 
-def test_a_function_without_shared_memory_is_left_alone():
+def test_a_module_without_shared_memory_is_left_alone():
     @ir_module(CUDA, pure=False)
     def alone(x: R.Tensor((2,), "int64", "cuda:0")):
         y: R.Any = R.call_packed("test.read", x, ty_args=R.Any)

@@ -40,7 +40,7 @@ class Library:
     def error(self, name, status):
         return CudaError(f"{name} failed: {status}")
 
-    def status(self, name, *args):
+    def status(self, name, *args, quick=True):
         if name == "cuStreamEndCapture":
             args[1]._obj.value = len(self.graphs) + 1
             self.graphs[len(self.graphs) + 1], self.captured = self.captured, None

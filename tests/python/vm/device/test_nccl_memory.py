@@ -135,7 +135,7 @@ def test_tensors_cross_by_places_in_the_buffers(cuda, library, notes):
 def test_a_driver_without_graphs_copies_all_the_same(cuda):
     del cuda.library.cuGraphAddChildGraphNode
     library = FakeLibrary(cuda)
-    with pytest.raises(CudaError, match="cuGraphAddChildGraphNode failed: 801"):
+    with pytest.raises(CudaError, match="cuGraphAddChildGraphNode failed: 801; expected a driver of CUDA 12.3"):
         add_child_graph(library, capturing(library, 0), 3)
     library.call("cuStreamSynchronize", 0)
 
@@ -276,6 +276,13 @@ def test_waits_for_a_lost_gpu_end(cuda, library, notes, machine, monkeypatch, fa
     nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
     assert notes.count(("communicators", 0, 1)) == 2 and notes.count(("abort", 0)) == 1
     nccl_memory.free_nccl_memory(id(machine))
+
+
+def test_checks_release_pythons_lock(library):
+    """Another thread, whose launch the driver may wait for, may need it."""
+    stream = Stream(library, 0)
+    del library._quick["cuStreamQuery"]
+    assert stream.has_ended()
 
 
 def test_a_wait_that_ends_in_time_is_no_failure(cuda, library, notes, machine, monkeypatch):

@@ -5,6 +5,7 @@ import gc
 import logging
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,6 +25,7 @@ from relax_hetero.tir.commands.graph_functions import submit_function
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_driver import CudaError
 from relax_hetero.vm.device.cuda_streams import wait_checks
+from relax_hetero.vm.device.graph_launches import GraphLaunch
 from relax_hetero.vm.device.peer_memory import await_launches, devices_of_call, peer_call, run_over_peers
 from relax_hetero.vm.region import cuda_graph
 from relax_hetero.vm.region.cuda_graph import CudaGraph, timing_kernels
@@ -176,9 +178,9 @@ class Waiting(Device):
         super().cuGraphLaunch(graph, stream)
 
 
-def run_by_nccl(graphs, values):
-    """Submit graphs as a call of a mesh whose GPUs sum by NCCL; returns the results."""
-    outputs = []
+def run_by_nccl(graphs, values, outputs=None):
+    """Submit graphs as a call of a mesh whose GPUs sum by NCCL; returns the results; `outputs` keeps the tensors."""
+    outputs = [] if outputs is None else outputs
 
     def function():
         devices_of_call()
@@ -203,24 +205,28 @@ def test_launches_of_gpus_that_wait_for_each_other(submit):
     assert [int(graph._words[graph_layout.SUBMITTED]) for graph in graphs] == [2 * RING_ROWS] * 2
 
 
-def test_a_launch_that_does_not_return_ends_by_the_check_of_its_gpu(submit, monkeypatch):
-    returns = threading.Event()
-    device = Waiting(returns.wait)
-    device.is_lazy = True  # it does not work on memory of the call, which has ended then
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("error", [rh.HeteroError("the exchange has not ended"), KeyboardInterrupt("Ctrl-C")])
+def test_a_launch_that_does_not_return_ends_by_an_error_of_the_waiting_thread(submit, monkeypatch, error):
+    """The launch takes place later, and the next one follows it."""
+    returns, kept = threading.Event(), []
+    device = Waiting(lambda: returns.wait(20))
     graph = graph_of(submit, device)
 
     def check(seconds):
-        if seconds > 0.05:
-            raise rh.HeteroError("the exchange has not ended")
+        if seconds > 0.05 and not returns.is_set():
+            raise error
 
     monkeypatch.setitem(wait_checks, 0, check)
-    with pytest.raises(rh.HeteroError, match="has not ended"):
-        run_by_nccl([graph], [1.0])
+    with pytest.raises(type(error), match=str(error)):
+        run_by_nccl([graph], [1.0], kept)
     assert not peer_call.launches and graph._words[graph_layout.SUBMITTED] == 0
     returns.set()
+    assert run_by_nccl([graph], [3.0]) == [13.0]
+    assert kept[0][1].numpy()[0] == 11.0 and graph._words[graph_layout.SUBMITTED] == device.launches == 2
 
 
-def test_an_error_of_a_thread_of_a_gpu_is_one_of_the_call(submit):
+def test_an_error_of_a_thread_of_a_gpu_is_one_of_the_call(submit, monkeypatch):
     device = Device()
     graph = graph_of(submit, device)
     device.failing["cuGraphLaunch"] = LOST
@@ -228,6 +234,11 @@ def test_an_error_of_a_thread_of_a_gpu_is_one_of_the_call(submit):
         run_by_nccl([graph], [1.0])
     device.failing.clear()
     assert run_by_nccl([graph], [3.0]) == [13.0]
+    monkeypatch.setattr(graph, "_words", None)  # an error of another kind does not end the thread
+    with pytest.raises(TypeError, match="NoneType"):
+        GraphLaunch(0, partial(graph._submit, 0, None, None)).wait()
+    monkeypatch.undo()
+    assert run_by_nccl([graph], [4.0]) == [14.0]
 
 
 def test_submissions_in_flight_keep_their_bindings(submit):

@@ -100,7 +100,8 @@ _ROW_RANGES = (
 # by 4,096 x 6,144 with a split of two 13.0 and 16.9.
 _DEEP_STAGES = (11, 5)
 _MIN_ALONE = 0.8
-"""Minimum tiles per multiprocessor of two products whose k is not split further, for more rows than the fewest."""
+"""Tiles of two products per multiprocessor from which a split of k leaves at most one block on each; for the fewest
+rows, that holds with any number of tiles."""
 _DEEP_SPLIT = 2
 """Maximum split of k with `_DEEP_STAGES`, for the fewest rows, if all blocks are resident."""
 
