@@ -20,6 +20,8 @@ from .cuda_streams import check_wait
 _POLL_SECONDS = 0.002
 """Interval between checks of a GPU while a thread waits for a launch."""
 
+_beginning = threading.Lock()  # a GPU has one thread, also if several ask for it at once
+
 
 class GraphLaunch:
     """A launch of a graph by the thread of its GPU, after those that came before.
@@ -36,7 +38,8 @@ class GraphLaunch:
         self._gpu, self._launch = gpu, launch
         self._done = threading.Event()
         self._error: Exception | None = None
-        _launches_of(gpu).put(self)
+        with _beginning:
+            _launches_of(gpu).put(self)
 
     def wait(self) -> None:
         """Wait until the function has returned; errors are its own, or those of `wait_checks`."""
