@@ -48,7 +48,7 @@ class FakeDriver:
     def quick(self, name: str, *args: Any) -> None:
         self.notes.append((name, *args))
 
-    def status(self, name: str, *args: Any) -> int:
+    def status(self, name: str, *args: Any, quick: bool = True) -> int:
         if name in ("cuEventQuery", "cuStreamQuery"):
             return NOT_READY if any(thread.is_alive() for thread in self.busy) else 0
         return 0

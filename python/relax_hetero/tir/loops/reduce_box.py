@@ -104,7 +104,7 @@ def parts_of(box: FlatBox) -> list[Combined]:
 def is_number(value: Expr, number: Expr) -> bool:
     """Return whether an expression is the constant `number`."""
     numbers = (tirx.IntImm, tirx.FloatImm)
-    return isinstance(value, numbers) and isinstance(number, numbers) and float(value) == float(number)
+    return isinstance(value, numbers) and isinstance(number, numbers) and value.value == number.value
 
 
 # Independent accumulators of one result; the latency of an addition in cycles.
