@@ -105,7 +105,7 @@ class SharingFigures:
     products: float  # time of a matrix product on each of them over that on one alone; times are those of their threads
     # Seconds that a sum of two devices adds to a call through queues of products that exceed a core's caches, but not
     # those that cores share; and from a step to the next one on another device, in a call that runs all in its thread.
-    handover: float
+    sum_seconds: float
     crossing: float
 
 
@@ -520,8 +520,8 @@ def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     rows = [tvm.runtime.tensor(_random_array((1, _SUM_EXTENT), "float32"), device) for device in vm.devices[:2]]
     sums = _time_call(partial(_submitted, vm, "sums", rows), [])
     alone = _time_call(partial(_submitted, vm, "alone", rows[:1]), [])
-    handover = max((sums - alone) / _SUMS_PER_CALL, crossing)
-    return SharingFigures(len(vdevices), lone, memory, products, handover, crossing)
+    sum_seconds = max((sums - alone) / _SUMS_PER_CALL, crossing)
+    return SharingFigures(len(vdevices), lone, memory, products, sum_seconds, crossing)
 
 
 def _processor_time(call: Callable[[], Any], calls: int = _SHARING_CALLS) -> float:

@@ -61,7 +61,7 @@ class Fleet:
         Numbers of hosts, and of devices of each.
     link, network : LinkCost
         Between devices of a host, and between hosts.
-    handover : float or None
+    sum_seconds : float or None
         Seconds that a sum of CPU devices takes, whose threads wait for each other; None for GPUs, which sum by kernels.
     overlaps : bool
         Whether a call returns before it ends, as on GPUs, so that calls of a step follow each other through stages.
@@ -77,7 +77,7 @@ class Fleet:
     devices: int
     link: LinkCost
     network: LinkCost
-    handover: float | None = None
+    sum_seconds: float | None = None
     overlaps: bool = True
     workers: int = 0
     lone_bandwidth: float = math.inf
@@ -116,14 +116,14 @@ class Fleet:
             return cls(hosts, count, link, network, link.latency, overlaps=False)
         link = replace(link, latency=sharing.crossing)
         shared = sharing.lone_memory, sharing.memory, sharing.products
-        return cls(hosts, count, link, network, sharing.handover, False, sharing.devices, *shared)
+        return cls(hosts, count, link, network, sharing.sum_seconds, False, sharing.devices, *shared)
 
     def with_link(self, link: LinkCost) -> Fleet:
         """The fleet with another link between devices of a host; sums of CPU devices take at least its latency."""
-        handover = self.handover
-        if handover is not None:
-            handover = max(handover if self.workers else 0.0, link.latency)  # it is measured if there are workers
-        return replace(self, link=link, handover=handover)
+        sum_seconds = self.sum_seconds
+        if sum_seconds is not None:
+            sum_seconds = max(sum_seconds if self.workers else 0.0, link.latency)  # it is measured if there are workers
+        return replace(self, link=link, sum_seconds=sum_seconds)
 
     def slowdowns(self, bandwidth: float, count: int, group: int) -> tuple[float, float, float]:
         """Factors of a device's time for all work, as devices take turns, and besides for reading and for products.
@@ -519,8 +519,8 @@ class Pipeline:
     def sum_seconds(self, nbytes: float) -> float:
         """Seconds of an all-reduce of `nbytes` in a group; a CPU device reads those of every other one."""
         seconds = nbytes / self._fleet.link.bandwidth
-        if self._fleet.handover is not None:
-            return self._fleet.handover + (self.tensor - 1) * seconds
+        if self._fleet.sum_seconds is not None:
+            return self._fleet.sum_seconds + (self.tensor - 1) * seconds
         return all_reduce_seconds(self.tensor, seconds, is_short_sum(nbytes))
 
     def _gathered(self, texts: int) -> tuple[str, int]:
