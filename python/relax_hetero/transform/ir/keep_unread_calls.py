@@ -37,7 +37,7 @@ from .callee_devices import with_callee_devices
 from .declare import declare_pass
 from .module_attrs import is_lowered
 from .op_names import is_own_function
-from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings, with_body
+from .rewriting import copy_module, effect, map_bindings, op_name, relax_functions, walk_bindings, with_body
 
 _PURE_PACKED_OPS = ("relax.call_pure_packed", "relax.call_inplace_packed")
 _PURE_CLOSURE = "relax.invoke_pure_closure"
@@ -207,9 +207,7 @@ class _UnreadCalls:
     def _written(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         var, value = binding.var, binding.value
         if var in self.into_results:  # such calls have no impure form
-            empty = tvm.ir.TupleType([])
-            keep = relax.Call(relax.ExternFunc(KEEP), [var], None, [empty], ret_ty=empty)
-            return [binding, relax.VarBinding(relax.Var("_", empty), keep)]
+            return [binding, effect(KEEP, [var])]
         if isinstance(value, relax.Function) and var in self.variables:
             value = relax.Function(list(value.params), value.body, value.ret_ty, False, value.attrs, value.span)
         elif var in self.rewritten:

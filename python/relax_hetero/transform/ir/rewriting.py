@@ -171,6 +171,13 @@ def typed(expr: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
     return expr
 
 
+def effect(function: str, args: Sequence[relax.Expr] = ()) -> relax.VarBinding:
+    """A binding that calls a packed function for its effect."""
+    empty = tvm.ir.TupleType([])
+    call = relax.Call(relax.ExternFunc(function), list(args), None, [empty], ret_ty=empty)
+    return relax.VarBinding(relax.Var("_", empty), call)
+
+
 def fresh_global_var(base: str, ty: tvm.ir.Type, used: set[str]) -> tvm.ir.GlobalVar:
     """A new global variable named `base`, with a number if that is used; adds its name to `used`."""
     return typed(tvm.ir.GlobalVar(fresh_name(base, used)), ty)

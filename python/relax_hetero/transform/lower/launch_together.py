@@ -36,7 +36,7 @@ from ...artifact.nccl_layout import NCCL_MEMORY
 from ...artifact.peer_layout import AWAIT_LAUNCHES, PEER_MEMORY
 from ..ir.blocks import Block, rewrite_function
 from ..ir.declare import declare_pass
-from ..ir.rewriting import op_name, relax_functions, walk_bindings, with_functions
+from ..ir.rewriting import effect, op_name, relax_functions, walk_bindings, with_functions
 from ..record.region_attrs import regions_of
 
 _ALLOCATIONS = ("relax.memory.alloc_storage", "relax.memory.alloc_tensor")
@@ -69,12 +69,6 @@ def _callee(binding: relax.Binding) -> str:
     return str(function.global_symbol) if isinstance(function, relax.ExternFunc) else ""
 
 
-def _await_launches() -> relax.Binding:
-    empty = tvm.ir.TupleType([])
-    call = relax.Call(relax.ExternFunc(AWAIT_LAUNCHES), [], None, [empty], ret_ty=empty)
-    return relax.VarBinding(relax.Var("_", empty), call)
-
-
 def _together(block: Block, devices: dict[str, int]) -> list[relax.Binding] | None:
     result: list[relax.Binding] = []
     launches: list[relax.Binding] = []
@@ -82,7 +76,7 @@ def _together(block: Block, devices: dict[str, int]) -> list[relax.Binding] | No
     launched: set[int] = set()
 
     def flush() -> None:
-        result.extend([*launches, *([_await_launches()] if launches else []), *after])
+        result.extend([*launches, *([effect(AWAIT_LAUNCHES)] if launches else []), *after])
         for pending in (launches, after, launched):
             pending.clear()
 

@@ -27,7 +27,7 @@ from tvm import relax, tirx
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
 from ..ir.op_names import is_own_function
-from ..ir.rewriting import copy_module, map_bindings, relax_functions, tensor_types, typed, walk_bindings
+from ..ir.rewriting import copy_module, effect, map_bindings, relax_functions, tensor_types, typed, walk_bindings
 
 CHECK_RETURNED = "relax_hetero.check_returned"
 
@@ -100,6 +100,4 @@ def _checked_move(value: relax.Var, result: relax.Var, origin: str) -> list[rela
 def _check(value: relax.Var, origin: str, *form: int | str) -> relax.Binding:
     """A call that checks the form of a value: the number of fields, or for a tensor -1, rank, type and extents."""
     args = [tvm.ir.StringImm(arg) if isinstance(arg, str) else relax.prim_value(arg) for arg in (origin, *form)]
-    empty = tvm.ir.TupleType([])
-    call = relax.Call(relax.ExternFunc(CHECK_RETURNED), [value, *args], None, [empty], ret_ty=empty)
-    return relax.VarBinding(relax.Var("_", empty), call)
+    return effect(CHECK_RETURNED, [value, *args])

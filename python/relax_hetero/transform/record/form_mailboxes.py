@@ -61,7 +61,7 @@ from ..ir.keep_unread_calls import KEEP
 from ..ir.kernels import OPS
 from ..ir.module_attrs import is_lowered
 from ..ir.op_names import CALL_TIR, TRANSFER, TRANSFERS
-from ..ir.rewriting import copy_module, fresh_global_var, is_tensor_constant, op_name, relax_functions, typed
+from ..ir.rewriting import copy_module, effect, fresh_global_var, is_tensor_constant, op_name, relax_functions, typed
 from .command_regions import MAX_CALLS, Run, RunFinder, is_view
 from .donated import DonatedVariables
 from .kernel_calls import KernelCalls
@@ -335,10 +335,9 @@ class _Writer:
 
     def _keep(self, token: relax.Var) -> relax.VarBinding:
         """A binding that reads a token, so that the call that makes it stays."""
-        empty = tvm.ir.TupleType([])
-        keep = relax.Call(relax.ExternFunc(KEEP), [token], None, [empty], ret_ty=empty)
-        self.kept.append(relax.Var("_", empty))
-        return relax.VarBinding(self.kept[-1], keep)
+        binding = effect(KEEP, [token])
+        self.kept.append(binding.var)
+        return binding
 
     def _sender(self, mailbox: _Mailbox, values: Values, spec: MailboxSpec) -> relax.VarBinding:
         operands = [self._block.bindings[index].value.args[0] for index in mailbox.transfers]
