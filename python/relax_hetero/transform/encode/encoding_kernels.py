@@ -143,6 +143,7 @@ class EncodingKernels:
         self._names = VariantNames(mod, vdevices)
         self._used_names = {gv.name_hint for gv in mod.get_global_vars()}
         self._kernels: dict[tuple[Any, str], tvm.ir.GlobalVar] = {}  # by problem and target
+        self._problems: dict[tvm.ir.GlobalVar, Any] = {}
 
     def product(
         self,
@@ -182,7 +183,7 @@ class EncodingKernels:
 
     def product_of(self, kernel: tvm.ir.GlobalVar) -> MatmulProblem | None:
         """The problem of a product's kernel; None for any other kernel."""
-        problem = next((key for (key, _), gvar in self._kernels.items() if gvar.same_as(kernel)), None)
+        problem = self._problems.get(kernel)
         return problem if isinstance(problem, MatmulProblem) else None
 
     def pair(self, kernel: tvm.ir.GlobalVar, problem: MatmulProblem) -> tvm.ir.GlobalVar | None:
@@ -400,6 +401,7 @@ class EncodingKernels:
         if full_key not in self._kernels:
             func = opaque_kernel(make()).with_attr({"target": target, OPS: list(ops), **work_attributes(key)})
             self._kernels[full_key] = self._added(func, name)
+            self._problems[self._kernels[full_key]] = key
         return self._kernels[full_key]
 
     def _added(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
