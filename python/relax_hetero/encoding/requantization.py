@@ -92,7 +92,7 @@ class _Simplifier:
         first, second = term.args
         if term.op == "divide":
             factor = self._constant_value(second)
-            return term if factor is None or not np.all(factor) else self._times(first, _inverse(factor))
+            return term if factor is None or not np.all(factor) else self._times(first, np.asarray(1.0 / factor))
         for value, other in ((first, second), (second, first)):
             factor = self._constant_value(other)
             if factor is not None and self._constant_value(value) is None:
@@ -159,10 +159,6 @@ class _Simplifier:
         self.constants[self.count] = array.astype(_FLOAT)
         self.count += 1
         return Term("operand", (), (self.count - 1,))
-
-
-def _inverse(factor: np.ndarray) -> np.ndarray:
-    return np.asarray(1.0 / factor)
 
 
 def _is_integral(term: Term) -> bool:

@@ -53,7 +53,7 @@ def build_in_parallel(
 
     def task(target: Target, part: tvm.IRModule) -> tvm.runtime.Module:
         part = compact_blocks(part)
-        with _without_idle_passes(context, target):
+        with copy_of(context, COMPACTION, *(_IDLE_ON_CPUS if target.kind.name == "llvm" else ())):
             return build(target, part)
 
     tasks = [partial(task, target, part) for target, part in parts]
@@ -118,11 +118,6 @@ def _compaction() -> tvm.transform.Pass:
             passes.CompactBufferAllocation(),
         ]
     )
-
-
-def _without_idle_passes(context: tvm.transform.PassContext, target: Target) -> tvm.transform.PassContext:
-    """A copy of a context, for another thread, without passes that would not change the target's machine code."""
-    return copy_of(context, COMPACTION, *(_IDLE_ON_CPUS if target.kind.name == "llvm" else ()))
 
 
 def copy_of(context: tvm.transform.PassContext, *disabled: str) -> tvm.transform.PassContext:

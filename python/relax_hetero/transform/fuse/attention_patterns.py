@@ -193,7 +193,7 @@ def _match(
     if types[0] not in TYPES or set(types[:3]) != {types[0]} or not set(types[3:]) <= score_types:
         raise NoAttention(f"found element types {types}, expected operands of one of {TYPES} and float32 scores")
     batch_sizes = _batch(block, shape, (query, transposed, value), second.var)
-    if any(not _same_batch(extents, shape) for extents in shapes if extents is not None):
+    if any(not same_shape(extents[:-2], shape[:-2]) for extents in shapes if extents is not None):
         raise NoAttention("operands whose batch dimensions broadcast")
     sizes = {**batch_sizes, "m": shape[-2], "n": shape[-1], "d": shapes[0][-1], "e": shapes[2][-1]}  # type: ignore[index]
     batch_dims = _batch_dims(shape, sizes)
@@ -280,10 +280,6 @@ def _batch_dims(shape: list[Any], sizes: dict[str, Any]) -> list[tuple[str, ...]
     if is_one(sizes["h"]):
         return [("b",)]
     return [("h",)] if is_one(sizes["b"]) else [("b", "h")]
-
-
-def _same_batch(batch: list[Any], shape: list[Any]) -> bool:
-    return same_shape(batch[:-2], shape[:-2])
 
 
 def _shared_heads(

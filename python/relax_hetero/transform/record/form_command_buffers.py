@@ -101,7 +101,7 @@ def take_operands(
         pairs = ties(draft.kernel)
         for operand, result in pairs:
             value, number = draft.reads[operand], result - len(draft.reads)
-            is_free = value.root in free and _same_form(value.root, draft.makes[number])
+            is_free = value.root in free and same_shape(value.root.ty.shape.values, draft.makes[number].ty.shape.values)
             if (is_free or value.root in made) and _is_last_reader(draft, operand, result, now, pairs):
                 draft.take(number, operand)
                 changed.append(draft)
@@ -117,11 +117,6 @@ def _is_last_reader(draft: Draft, operand: int, result: int, now: int, pairs: Se
     value = draft.reads[operand]
     same_root = [i for i, read in enumerate(draft.reads) if read.root is value.root]
     return value.end == now and not value.is_result and all((i, result) in pairs for i in same_root)
-
-
-def _same_form(one: RegionValue, other: RegionValue) -> bool:
-    """Return whether two values have the same shape: an operand may be a view of an input."""
-    return same_shape(one.ty.shape.values, other.ty.shape.values)
 
 
 def _without_unused(drafts: list[Draft], free: Collection[RegionValue]) -> list[Draft]:

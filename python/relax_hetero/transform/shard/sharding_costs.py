@@ -135,7 +135,7 @@ class Splits:
     def columns_pay(self) -> bool:
         """Return whether a split of the weight's columns, or of its output channels, takes less time than none."""
         saved, exchanges = self._after_split()
-        saved = (saved / self.earlier + self._seconds) * self._saved_fraction
+        saved = (saved / self.earlier + self._seconds) * (1.0 - 1.0 / len(self.group))
         pays = saved > exchanges
         decision = "columns split: saves" if pays else "whole on each device: a split would save"
         self.record(f"{decision} about {time_text(saved)}, with exchanges of {time_text(exchanges)}")
@@ -162,10 +162,6 @@ class Splits:
     def _seconds(self) -> float:
         """Time of the product on one device."""
         return self.costs.product_seconds(self.call, self.operand_bytes, self.group[0])
-
-    @property
-    def _saved_fraction(self) -> float:
-        return 1.0 - 1.0 / len(self.group)
 
     def _after_split(self) -> tuple[float, float]:
         """Time of the products that share a split of the result, and of the exchanges that end it."""

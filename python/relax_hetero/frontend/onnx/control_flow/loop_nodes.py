@@ -360,16 +360,12 @@ def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[
             if not proceeds:
                 break
         results = [
-            _stack_rows(importer, values) if values else _no_rows(importer, loop, position)
+            importer.bb.emit(relax.op.stack(values, 0)) if values else _no_rows(importer, loop, position)
             for position, values in enumerate(rows)
         ]
         keep()
     importer.adopt(bindings, loop.info)
     return state, results
-
-
-def _stack_rows(importer: Importer, rows: list[relax.Expr]) -> relax.Expr:
-    return importer.bb.emit(relax.op.stack(rows, 0))
 
 
 def _no_rows(importer: Importer, loop: Loop, position: int) -> relax.Expr:

@@ -59,11 +59,7 @@ class SortProblem:
     @property
     def pair_types(self) -> tuple[str, ...]:
         """Element types of the tensors that hold pairs."""
-        return ("int64", "int32") if self._has_wide_keys else ("int64",)
-
-    @property
-    def _has_wide_keys(self) -> bool:
-        return bytes_of(self.dtype) == 8
+        return ("int64", "int32") if bytes_of(self.dtype) == 8 else ("int64",)
 
 
 @dataclass(frozen=True)

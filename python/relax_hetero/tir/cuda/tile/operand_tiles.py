@@ -288,13 +288,10 @@ class OperandTile(StageTile):
 
     def _clamp_block(self, row: Expr) -> Expr:
         """Clamp the first row of a packed tile to the last existing one."""
-        if self._is_whole_blocks(self.blocks):
+        if isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % self.blocks == 0:
             return row
         # Results of tiles beyond the extent are not stored.
         return T.min(row, int64((self.extent - 1) // PACKED_ROWS * PACKED_ROWS))
-
-    def _is_whole_blocks(self, blocks: int) -> bool:
-        return isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % blocks == 0
 
     def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
         """Copy the tile; parameters as in `StageTile.load`."""
