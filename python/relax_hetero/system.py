@@ -178,12 +178,7 @@ _HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd
 class OpenFolder:
     """An open folder, a context; its files are found even if its path is replaced, except on Windows.
 
-    Raises
-    ------
-    OSError
-        A folder that is missing or cannot be read.
-    ValueError
-        A path with a NUL character.
+    Raises OSError: a folder that is missing or cannot be read. Raises ValueError: a path with a NUL character.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -284,10 +279,7 @@ def read_at(file: BinaryIO, nbytes: int, offset: int) -> bytes:
 def copy_to_memory(file: BinaryIO) -> int:
     """Copy a file to memory that no other process can change (a deleted temporary file where there is none).
 
-    Returns
-    -------
-    int
-        Descriptor of the copy, which the caller closes.
+    Returns the descriptor of the copy, which the caller closes.
     """
     has_memory = hasattr(os, "memfd_create")
     if has_memory:

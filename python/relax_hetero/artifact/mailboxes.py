@@ -51,10 +51,7 @@ class MailboxSpec:
 def offsets_of(specs: Iterable[MailboxSpec | None]) -> tuple[dict[int, int], int]:
     """The position of each mailbox in the memory of all, by number, and the bytes of that memory.
 
-    Parameters
-    ----------
-    specs : iterable of MailboxSpec or None
-        Mailboxes, of which each may occur repeatedly, and others.
+    `specs`: mailboxes, of which each may occur repeatedly, and others.
     """
     offsets: dict[int, int] = {}
     size = 0

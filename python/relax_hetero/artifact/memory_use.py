@@ -64,13 +64,7 @@ def evaluate(size: Dim, sizes: Mapping[str, int]) -> int:
 
 
 class AllocationWalk:
-    """Walk over the allocations of a function and its callees.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of an executable.
-    """
+    """Walk over the allocations of a function and its callees. `metadata`: metadata of an executable."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._functions = {memory.name: memory for memory in metadata.memory}

@@ -33,10 +33,7 @@ _HOST_KEY = "host:"  # as `target.hosts` writes it
 def body_symbol(function: str) -> str:
     """The bytecode's name of a function that takes the constants; `function` itself is its entry without them.
 
-    Parameters
-    ----------
-    function : str
-        Name of one of `Metadata.signatures`.
+    `function`: name of one of `Metadata.signatures`.
     """
     return BODY_PREFIX + function
 

@@ -42,9 +42,6 @@ HELP = f"{_PREFIX}.help_address"
 def launch_setter(number: int) -> str:
     """The name of the function that sets the launch function of a module's parallel loops.
 
-    Parameters
-    ----------
-    number : int
-        Index of the module among those with parallel loops.
+    `number`: index of the module among those with parallel loops.
     """
     return f"{_PREFIX}.use.{number}"

@@ -54,22 +54,13 @@ broadcast. For convolutions see `conv_maps`."""
 
 @dataclass(frozen=True)
 class ConvAttrs:
-    """Strides, padding, dilation and groups of a convolution.
+    """Strides, padding, dilation and groups of a convolution."""
 
-    Attributes
-    ----------
-    strides, dilation : tuple of int
-        One for each spatial dimension, at least 1.
-    padding : tuple of int
-        Elements of zeros before each spatial dimension, then after each.
-    groups : int
-        Output channels of a group read only the input channels of that group: ``c = groups * k``.
-    """
-
+    # strides, dilation: one for each spatial dimension, at least 1.
     strides: tuple[int, ...]
-    padding: tuple[int, ...]
+    padding: tuple[int, ...]  # elements of zeros before each spatial dimension, then after each
     dilation: tuple[int, ...]
-    groups: int = 1
+    groups: int = 1  # output channels of a group read only the input channels of that group: ``c = groups * k``
 
     def __str__(self) -> str:
         strides, padding, dilation = ("x".join(map(str, t)) for t in (self.strides, self.padding, self.dilation))

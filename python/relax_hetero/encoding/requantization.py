@@ -37,17 +37,8 @@ def simplify_requantization(
 ) -> tuple[Expression, dict[int, np.ndarray]]:
     """The expression with fewer ops, if it has a rounding.
 
-    Parameters
-    ----------
-    dtypes : sequence of str
-        Element types of the expression's operands.
-    constants : mapping
-        Index of each constant operand, and its elements.
-
-    Returns
-    -------
-    expression, constants
-        Operands from ``len(dtypes)`` on are new constants, which broadcast like those that they replace.
+    `dtypes`: element types of the expression's operands. `constants`: index of each constant operand, and its elements.
+    Operands from ``len(dtypes)`` on are new constants, which broadcast like those that they replace.
     """
     if not any(term.op == "round" for term in expression.terms()):
         return expression, {}
@@ -198,15 +189,7 @@ _BYTE_RANGE = 255.0
 def numbers_as_operands(expression: Expression, dtypes: Sequence[str]) -> tuple[Expression, list[np.ndarray]]:
     """The expression with its float32 and int32 numbers as operands.
 
-    Parameters
-    ----------
-    dtypes : sequence of str
-        Element types of the expression's operands.
-
-    Returns
-    -------
-    expression, numbers
-        Operands from ``len(dtypes)`` on are the numbers, of shape ().
+    `dtypes`: element types of the expression's operands. Operands from ``len(dtypes)`` on are the numbers, of shape ().
     """
     rewriter = _Rewriter(dtypes)
     result = Expression(rewriter.rewritten(expression.term))

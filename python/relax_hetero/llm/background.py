@@ -33,12 +33,8 @@ def foreground() -> Iterator[None]:
 class BackgroundTask(Generic[T]):
     """A task in a thread, which begins after `DELAY_SECONDS` and `foreground`, or when its result is awaited.
 
-    It ends early if it is cancelled, or with the main thread. An error is logged.
-
-    Parameters
-    ----------
-    task : callable
-        Function of the task. It calls its argument now and then, which raises an exception to end it.
+    It ends early if it is cancelled, or with the main thread. An error is logged. `task`: function of the task. It
+    calls its argument now and then, which raises an exception to end it.
     """
 
     def __init__(self, task: Callable[[Callable[[], None]], T]) -> None:

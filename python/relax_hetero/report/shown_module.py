@@ -574,10 +574,7 @@ class ShownModule:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained page with a graph to zoom, to expand and to search.
 
-        Raises
-        ------
-        HeteroError
-            If the file cannot be written.
+        Raises HeteroError if the file cannot be written.
         """
         write_page(page_of(self.data), report_path(path))
 

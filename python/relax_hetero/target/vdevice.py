@@ -76,10 +76,7 @@ def is_cpu(vdevice: tvm.relax.VDevice) -> bool:
 def vdevices_of(mod: tvm.IRModule) -> list[tvm.relax.VDevice]:
     """The module's vdevices in order; empty if it declares none.
 
-    Raises
-    ------
-    VDeviceError
-        An entry of the list that is not a vdevice with a target and an id >= 0.
+    Raises VDeviceError: an entry of the list that is not a vdevice with a target and an id >= 0.
     """
     vdevices = list((mod.global_infos or {}).get("vdevice", []))
     for index, entry in enumerate(vdevices):
@@ -102,10 +99,7 @@ def with_vdevices(mod: tvm.IRModule, vdevices: Iterable[tvm.relax.VDevice]) -> t
 def vdevice_index(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> int:
     """The index of a vdevice in the list: of the object itself, else of the first equal one.
 
-    Raises
-    ------
-    VDeviceError
-        No equal entry.
+    Raises VDeviceError: no equal entry.
     """
     for index, entry in enumerate(vdevices):
         if same_object(vdevice, entry):
@@ -135,13 +129,7 @@ def identifier(name: str) -> str:
 
 
 def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
-    """The default device for unplaced values: the first one.
-
-    Raises
-    ------
-    VDeviceError
-        An empty list.
-    """
+    """The default device for unplaced values: the first one. Raises VDeviceError: an empty list."""
     if not vdevices:
         raise VDeviceError("no vdevices are declared, so there is no default one")
     return vdevices[0]

@@ -122,13 +122,7 @@ class DeltaRuleProblem(DeltaRuleSizes):
 
 
 class DeltaRuleTensors:
-    """Parameters of a kernel, flat after `open`.
-
-    Parameters
-    ----------
-    function : Function
-        Function whose arguments they become.
-    """
+    """Parameters of a kernel, flat after `open`. `function`: function whose arguments they become."""
 
     inputs: Any
     weights: Any

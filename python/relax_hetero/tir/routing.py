@@ -133,14 +133,7 @@ class RoutingProblem:
 
 
 class RoutingTensors:
-    """Parameters of a kernel, flat after `open`.
-
-    Parameters
-    ----------
-    function : Function
-        Function whose arguments they become.
-    problem : RoutingProblem
-    """
+    """Parameters of a kernel, flat after `open`. `function`: function whose arguments they become."""
 
     scores: Any
     bias: Any

@@ -65,15 +65,8 @@ class LanguageModelOptions:
     def load(self, count_experts: bool = False) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
         """Load the model and its tokenizer, and show the parts of loading on stderr.
 
-        Parameters
-        ----------
-        count_experts : bool
-            As for `relax_hetero.llm.load`.
-
-        Raises
-        ------
-        HeteroError
-            If the file cannot be read, placed or compiled, or a package is not installed.
+        `count_experts`: as for `relax_hetero.llm.load`. Raises HeteroError if the file cannot be read, placed or
+        compiled, or a package is not installed.
         """
         import relax_hetero.llm as llm
 

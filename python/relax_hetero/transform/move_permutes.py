@@ -78,13 +78,7 @@ class PermutedValue:
 
 
 class PermutedValues:
-    """The tensors of one block, by variable.
-
-    Parameters
-    ----------
-    emitter : Emitter
-        Receives the permutations.
-    """
+    """The tensors of one block, by variable. `emitter`: receives the permutations."""
 
     def __init__(self, block: Block, emitter: Emitter) -> None:
         self.block, self.emitter = block, emitter

@@ -69,12 +69,7 @@ class FunctionChange:
 class Snapshot:
     """A module at one moment.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        May change later.
-    texts : dict
-        Texts by function, shared by the snapshots of a trace.
+    `mod`: may change later. `texts`: texts by function, shared by the snapshots of a trace.
     """
 
     def __init__(self, mod: tvm.IRModule, texts: dict[tuple[int, int], str]) -> None:

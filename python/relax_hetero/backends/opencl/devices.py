@@ -34,20 +34,13 @@ _MAX_FREED_BYTES = 64 << 20
 
 
 class _Block:
-    """Allocated memory.
-
-    Attributes
-    ----------
-    is_received : bool
-        Whether the host has copied to it since it was allocated.
-    free_after : list
-        Event after which work that used the memory before it was freed has ended, None if that is unknown; empty
-        without such work.
-    """
+    """Allocated memory."""
 
     def __init__(self, memory: Any) -> None:
         self.memory, self.begin, self.end = memory, int(memory.svm_ptr), int(memory.svm_ptr) + int(memory.size)
-        self.is_received = False
+        self.is_received = False  # whether the host has copied to it since it was allocated
+        # Event after which work that used the memory before it was freed has ended, None if that is unknown; empty
+        # without such work.
         self.free_after: list[Any] = []
 
 

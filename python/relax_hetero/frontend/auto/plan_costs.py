@@ -32,21 +32,6 @@ class PlanCosts:
     Devices in `transforming` may store 3x3 filters in Winograd's form, which takes more memory.
 
     A transfer occupies the queue of its destination, as at run time, or of its source if it goes to an implicit host.
-
-    Attributes
-    ----------
-    devices : int
-        Number of devices.
-    queues
-        Number of queues.
-    queue_of
-        The queue of each device.
-    ops : list
-        Ticks of each unit on each device.
-    around : list of list of int
-        For each unit, the indices in ``graph.values`` of the values that it writes or reads.
-    limits : dict
-        Device -> maximum bytes of a call; only devices on which the whole program does not fit.
     """
 
     def __init__(
@@ -58,13 +43,15 @@ class PlanCosts:
     ) -> None:
         self.graph = graph
         self._transforming = frozenset(transforming)
-        self.devices = len(model.devices)
-        self.queue_of = list(model.queues) or list(range(self.devices))
-        self.queues = max(self.queue_of) + 1
+        self.devices = len(model.devices)  # number of devices
+        self.queue_of = list(model.queues) or list(range(self.devices))  # the queue of each device
+        self.queues = max(self.queue_of) + 1  # number of queues
+        # Ticks of each unit on each device.
         self.ops = [
             [sum(_ticks(model.op_seconds(work, device)) for work in unit.ops) for device in self._device_range()]
             for unit in graph.units
         ]
+        # For each unit, the indices in ``graph.values`` of the values that it writes or reads.
         self.around: list[list[int]] = [[] for _ in graph.units]
         for index, value in enumerate(graph.values):
             for unit in {value.producer, *value.readers} - {OUTSIDE}:
@@ -78,6 +65,7 @@ class PlanCosts:
         ]
         self._sharers = [index for index, unit in enumerate(graph.units) if not self._shared.isdisjoint(unit.weights)]
         all_on_device = {device: self.bytes_on(device, [device] * len(graph.units)) for device in limits or ()}
+        # Device -> maximum bytes of a call; only devices on which the whole program does not fit.
         self.limits = {device: limit for device, limit in (limits or {}).items() if all_on_device[device] > limit}
 
     def total(self, plan: Sequence[int]) -> int:

@@ -211,12 +211,8 @@ class Node:
     def require(self, condition: Any, message: str | Callable[[], str]) -> None:
         """Require a condition over sizes, such as ``a == b``; other calls fail with `message`.
 
-        Nothing is emitted if it always holds; a message given as a function is not evaluated then.
-
-        Raises
-        ------
-        FrontendError
-            If it never holds.
+        Nothing is emitted if it always holds; a message given as a function is not evaluated then. Raises FrontendError
+        if it never holds.
         """
         analyzer, condition = tvm.sym.Analyzer(), as_condition(condition)
         if analyzer.can_prove(condition):

@@ -116,21 +116,9 @@ class _DenseRows(VectorRows):
 def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of an attention.
 
-    Parameters
-    ----------
-    problem : AttentionProblem
-        Attention of float32, bfloat16 or float16 operands with float32 scores; batch, queries and keys may be symbolic.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Kernel with the parameters of `AttentionProblem`, parallel over the CPU's cores. The last parameter, scratch,
-        has a row for every task.
-
-    Raises
-    ------
-    EncodingError
-        If an operand has another type.
+    `problem`: attention of float32, bfloat16 or float16 operands with float32 scores; batch, queries and keys may be
+    symbolic. Returns the kernel with the parameters of `AttentionProblem`, parallel over the CPU's cores. The last
+    parameter, scratch, has a row for every task. Raises EncodingError if an operand has another type.
     """
     tensors = [problem.query, problem.key, problem.value, problem.result]
     types = {tensor.dtype for tensor in tensors}

@@ -56,23 +56,19 @@ Coordinates = Mapping[str, Expr]
 
 
 class HeadsView(View):
-    """A parameter of an attention kernel whose elements are addressed by iteration coordinates; see `View`.
-
-    Parameters
-    ----------
-    operand : Operand
-        Operand whose dimensions may each run along several iteration dimensions, outermost first: ``"h*d"``.
-    starts : sequence of int
-        Start in each dimension.
-    sizes : mapping of str to PrimExpr
-        Extents of every iteration dimension.
-    """
+    """A parameter of an attention kernel whose elements are addressed by iteration coordinates; see `View`."""
 
     _materialize = staticmethod(materialize)
     """Function that makes a stride a value that is computed once."""
 
     def __init__(
-        self, function: Function, name: str, operand: Operand, starts: Sequence[int], sizes: Mapping[str, Expr]
+        self,
+        function: Function,
+        name: str,
+        # Operand whose dimensions may each run along several iteration dimensions, outermost first: ``"h*d"``.
+        operand: Operand,
+        starts: Sequence[int],  # start in each dimension
+        sizes: Mapping[str, Expr],  # extents of every iteration dimension
     ) -> None:
         self._dims = [text.split("*") for text in operand.index_map]
         self._starts, self._sizes = list(starts), sizes

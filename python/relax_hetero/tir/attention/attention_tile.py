@@ -49,12 +49,7 @@ SOFTMAX_ROWS = 4
 class AttentionRows(ABC):
     """Rows and a block of keys, with the arithmetic of scores and of softmax.
 
-    Parameters
-    ----------
-    row, within : PrimExpr
-        First row, and its number in its block of rows.
-    rows : int or PrimExpr
-        Number of rows.
+    `row`, `within`: first row, and its number in its block of rows. `rows`: number of rows.
     """
 
     def __init__(self, spec: AttentionSpec, source: KeyValueSource, row: Expr, within: Expr, rows: Expr) -> None:
@@ -131,19 +126,9 @@ class AttentionRows(ABC):
     def _weigh(self, rows: Sequence[Expr], maxima: Sequence[Expr], vectors: Expr) -> list[Expr]:
         """Replace the rows' scores in scratch by softmax weights, not yet divided by their sum.
 
-        The work on the rows is interleaved, because one row waits for its maximum and its sum.
-
-        Parameters
-        ----------
-        maxima : sequence of PrimExpr
-            The maximum of each lane of each row's scores.
-        vectors : PrimExpr or int
-            Number of vectors of scores.
-
-        Returns
-        -------
-        list of PrimExpr
-            For each row the factor of earlier sums, or, with a single block of keys, the sum of its weights.
+        The work on the rows is interleaved, because one row waits for its maximum and its sum. `maxima`: the maximum of
+        each lane of each row's scores. `vectors`: number of vectors of scores. For each row the factor of earlier sums,
+        or, with a single block of keys, the sum of its weights.
         """
         spec, lanes = self.spec, self.lanes
         row_max = [self._row_max(i, lane_maxima) for i, lane_maxima in zip(rows, maxima, strict=True)]
@@ -183,13 +168,7 @@ class AttentionRows(ABC):
 
 
 class VectorRows(AttentionRows):
-    """Code of a register tile.
-
-    Parameters
-    ----------
-    rows : int
-        Number of rows.
-    """
+    """Code of a register tile. `rows`: number of rows."""
 
     rows: int
 

@@ -84,20 +84,14 @@ class Values:
             self.nbytes += -(-size // VALUE_ALIGNMENT) * VALUE_ALIGNMENT
 
 
-def mailbox_kernel(values: Values, is_sender: bool, on_gpu: bool, has_token: bool) -> tirx.PrimFunc:
-    """A kernel of a mailbox, of the values that are sent if there are some, a token if there is one, and results.
-
-    Parameters
-    ----------
-    values : Values
-        Values of the mailbox.
-    is_sender : bool
-        Whether it sends; its result is a token. A receiver's results are the values.
-    on_gpu : bool
-        Whether it is a kernel of a GPU.
-    has_token : bool
-        Whether it takes a token.
-    """
+def mailbox_kernel(
+    values: Values,  # values of the mailbox
+    # Whether it sends; its result is a token. A receiver's results are the values.
+    is_sender: bool,
+    on_gpu: bool,  # whether it is a kernel of a GPU
+    has_token: bool,  # whether it takes a token
+) -> tirx.PrimFunc:
+    """A kernel of a mailbox, of the values that are sent if there are some, a token if there is one, and results."""
     name = "send" if is_sender else "receive"
     with Function(name, registers="local" if on_gpu else "global") as function:
         mailbox = function.argument("mailbox", [tirx.IntImm("int64", DATA)], "uint8")

@@ -65,23 +65,17 @@ def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
     return not _variables(structural_map(nest, (tirx.SeqStmt, without_rest))) & _in_table(raw, entries)
 
 
-def table_kernel(raw: tirx.PrimFunc, entries: Collection[int], after_wait: bool = False) -> tirx.PrimFunc:
+def table_kernel(
+    raw: tirx.PrimFunc,  # result of `raw_kernel.raw_kernel` for which `is_one_launch` holds
+    entries: Collection[int],  # tensor parameters to take from the table
+    # Whether it reads the table, and lets the next launch begin, after it has waited for the launches before it;
+    # `waits_before_use` must hold.
+    after_wait: bool = False,
+) -> tirx.PrimFunc:
     """A raw kernel of one launch that takes some of its tensors from a table.
 
-    Parameters
-    ----------
-    raw : tirx.PrimFunc
-        Result of `raw_kernel.raw_kernel` for which `is_one_launch` holds.
-    entries : collection of int
-        Tensor parameters to take from the table.
-    after_wait : bool
-        Whether it reads the table, and lets the next launch begin, after it has waited for the launches before it;
-        `waits_before_use` must hold.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Kernel whose parameters are the table, then those of `raw` with an int32 entry in place of each such tensor.
+    Returns the kernel whose parameters are the table, then those of `raw` with an int32 entry in place of each such
+    tensor.
     """
     table = tirx.Var("table", _TABLE_TYPE)
     return _with_table(raw, entries, table, [], [table], after_wait)
@@ -90,17 +84,9 @@ def table_kernel(raw: tirx.PrimFunc, entries: Collection[int], after_wait: bool 
 def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.PrimFunc) -> tirx.PrimFunc:
     """A kernel like that of `table_kernel` that writes the table first, which saves a launch.
 
-    Parameters
-    ----------
-    raw, entries
-        See `table_kernel`; `threads_of_one_block` must give a number for `raw`.
-    fetch : tirx.PrimFunc
-        Kernel of one block of as many threads, with an extent of the same type, whose second parameter is the table.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Kernel whose parameters are those of `fetch`, then those of `raw`.
+    `raw`, `entries`: see `table_kernel`; `threads_of_one_block` must give a number for `raw`. `fetch`: kernel of one
+    block of as many threads, with an extent of the same type, whose second parameter is the table. Returns the kernel
+    whose parameters are those of `fetch`, then those of `raw`.
     """
     nest = nest_of(fetch)
     assert nest is not None, "a kernel of one launch is expected"

@@ -38,18 +38,13 @@ class Segment:
     taps: tuple[Taps, ...]  # taps that read data, in order; empty if each tile determines its own at run time
 
 
-def segments_of(window: Window, extent: int, places: int, max_width: int) -> list[Segment]:
-    """The minimum number of tiles that cover a result, with even widths.
-
-    Parameters
-    ----------
-    extent : int
-        Extent of the data.
-    places : int
-        Extent of the result.
-    max_width : int
-        Maximum number of pixels of a tile.
-    """
+def segments_of(
+    window: Window,
+    extent: int,  # extent of the data
+    places: int,  # extent of the result
+    max_width: int,  # maximum number of pixels of a tile
+) -> list[Segment]:
+    """The minimum number of tiles that cover a result, with even widths."""
     segments: list[Segment] = []
     for start, width in _even_parts(places, max_width):
         taps = taps_of(window, extent, start, width)

@@ -159,12 +159,8 @@ SYMBOLIC_EXTENT_GUESS = 64
 def split_rows(conv: Convolution, panels: int, macs: int, max_width: int | None = None) -> Split:
     """Split a convolution into tasks by rows, or by panels of output channels if reading weights dominates.
 
-    Parameters
-    ----------
-    macs : int
-        Multiply-adds of a panel for one pixel of the result.
-    max_width : int, optional
-        Pixels of a tile. The pixels of a result with a single row are then split in place of rows, as `Split.batch`.
+    `macs`: multiply-adds of a panel for one pixel of the result. `max_width`: pixels of a tile. The pixels of a result
+    with a single row are then split in place of rows, as `Split.batch`.
     """
     batch, images = conv.result.extents[0], conv.result.extents[2:]
     *outer, places = map(_extent_or_guess, images)

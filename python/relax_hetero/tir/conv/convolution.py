@@ -490,22 +490,10 @@ def _make_panel_prefetch(conv: Convolution, panel: Panel, number: Expr, count: i
 def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of a convolution.
 
-    Parameters
-    ----------
-    problem : ConvProblem
-        Data and result row-major or permuted (channels last is fastest), the data perhaps with channels padded to
-        `DotInstruction.k0`; the weight in panels of `conv_columns` output channels,
-        ``[OC/n0, KH, KW, IC/groups/k0, n0, k0]``.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Kernel with the parameters of `ConvProblem`, parallel over the CPU's cores.
-
-    Raises
-    ------
-    EncodingError
-        If no kernel supports these element types, layouts, or symbolic extents (batch and images may be symbolic).
+    `problem`: data and result row-major or permuted (channels last is fastest), the data perhaps with channels padded
+    to `DotInstruction.k0`; the weight in panels of `conv_columns` output channels, ``[OC/n0, KH, KW, IC/groups/k0, n0,
+    k0]``. Returns the kernel with the parameters of `ConvProblem`, parallel over the CPU's cores. Raises EncodingError
+    if no kernel supports these element types, layouts, or symbolic extents (batch and images may be symbolic).
     """
     dot = _check_problem(problem, cpu)
     matmul = as_product(problem)

@@ -22,12 +22,8 @@ NARROW = 4
 def row_segments(window: Window, extent: Expr, places: Expr, max_width: int) -> list[Segment]:
     """The tiles that cover a row of the result; called inside of a kernel's body.
 
-    Parameters
-    ----------
-    extent, places : int or PrimExpr
-        Extents of the data and of the result, along the innermost dimension.
-    max_width : int
-        Maximum number of pixels of a tile.
+    `extent`, `places`: extents of the data and of the result, along the innermost dimension. `max_width`: maximum
+    number of pixels of a tile.
     """
     if isinstance(extent, int) and isinstance(places, int):
         return segments_of(window, extent, places, max_width)

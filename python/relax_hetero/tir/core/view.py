@@ -181,12 +181,8 @@ class OperandView(View):
     def load(self, at: Coordinates, along: str, lanes: int, mask: Expr | None = None) -> Expr:
         """`lanes` elements from a position along an iteration dimension, broadcast if the operand lacks it.
 
-        Parameters
-        ----------
-        at : Coordinates
-            Coordinates of the first element. The lanes must not leave a tile.
-        mask : PrimExpr, optional
-            Vector of bool: lanes to read; the others are zero.
+        `at`: coordinates of the first element. The lanes must not leave a tile. `mask`: vector of bool: lanes to read;
+        the others are zero.
         """
         if not self.runs_along(along):
             return broadcast(self.data[self.address(at)], lanes)

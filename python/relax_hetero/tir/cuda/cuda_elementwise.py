@@ -33,12 +33,8 @@ _ZERO = tirx.const(0, "int64")
 def elementwise_kernel(problem: ElementwiseProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     """Kernel of an elementwise expression; `ElementwiseProblem` documents its parameters.
 
-    Padding of the result is computed from the operands' padding; consumers of packed results never read it.
-
-    Raises
-    ------
-    EncodingError
-        If an operand is packed in another way than the result, or an op does not exist for its type.
+    Padding of the result is computed from the operands' padding; consumers of packed results never read it. Raises
+    EncodingError if an operand is packed in another way than the result, or an op does not exist for its type.
     """
     function = Function("elementwise", registers="local")
     with function:

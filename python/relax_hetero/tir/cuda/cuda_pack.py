@@ -49,15 +49,8 @@ def relayout_kernel(
 ) -> tirx.PrimFunc:
     """Kernel that converts one layout (or row-major) to another, in one launch.
 
-    Parameters
-    ----------
-    shape : sequence of int or str
-        Logical extents; a symbolic one is a name.
-
-    Raises
-    ------
-    EncodingError
-        If the destination has compensation or transformed windows, which only CPUs compute.
+    `shape`: logical extents; a symbolic one is a name. Raises EncodingError if the destination has compensation or
+    transformed windows, which only CPUs compute.
     """
     if destination.compensation or destination.winograd:
         raise EncodingError(

@@ -308,14 +308,8 @@ def tied_in(nests: Sequence[Nest], params: Sequence[tirx.Buffer]) -> list[tuple[
     """Pairs of an operand and a result of one shape, with the nest that reads the one and stores the other.
 
     They are candidates for sharing memory: the result is the last value that its nest computes at a point, and no other
-    nest touches either. The code must also compute every element once, and read no element after storing it.
-
-    Parameters
-    ----------
-    nests : sequence of Nest
-        Result of `form_nests`.
-    params : sequence of Buffer
-        Buffers of the function's parameters.
+    nest touches either. The code must also compute every element once, and read no element after storing it. `nests`:
+    result of `form_nests`. `params`: buffers of the function's parameters.
     """
     computed = [buffer for nest in nests for buffer in nest.computed]
     # In order of appearance, so that a kernel's attributes are the same in every process.

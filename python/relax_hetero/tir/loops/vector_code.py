@@ -114,18 +114,14 @@ def _load_register(buffer: tirx.Buffer, register: tirx.Buffer) -> Expr:
     return value != tirx.const(0, register.dtype) if register.dtype != buffer.dtype else value
 
 
-def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sums: Slots) -> None:
-    """Compute the steps of `lanes` neighbouring points and store them.
-
-    Parameters
-    ----------
-    var : Var, optional
-        Variable along which the points lie; None for a single point.
-    start : PrimExpr
-        Its value at the first point.
-    sums : mapping of Buffer to Buffer
-        Registers of the reduced values.
-    """
+def write_point(
+    box: FlatBox,
+    var: tirx.Var | None,  # variable along which the points lie; None for a single point
+    start: Expr,  # its value at the first point
+    lanes: int,
+    sums: Slots,  # registers of the reduced values
+) -> None:
+    """Compute the steps of `lanes` neighbouring points and store them."""
     steps = box.nest.steps
     here = box.at({var: start + LANE}) if var is not None else box
     registers: dict[tirx.Buffer, tirx.Buffer] = dict(sums)

@@ -373,12 +373,8 @@ def _sweep_panel(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], column:
 class _Pair:
     """A pair of tiles of rows and a panel.
 
-    Parameters
-    ----------
-    pair, pair_in_block : PrimExpr
-        Index of the pair in the matrix, and in the block of rows.
-    column, panel_start : PrimExpr
-        First column of the panel, and the offset of its storage.
+    `pair`, `pair_in_block`: index of the pair in the matrix, and in the block of rows. `column`, `panel_start`: first
+    column of the panel, and the offset of its storage.
     """
 
     def __init__(

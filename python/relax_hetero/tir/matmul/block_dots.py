@@ -170,22 +170,17 @@ class Codes:
         """Number of words of a chain."""
         return self.terms * self.chain // 4
 
-    def write_chain(self, lhs: OperandView, row: Expr, row_in_block: Expr, number: Expr, size: int, lanes: int) -> None:
-        """Write the bytes of a chain.
-
-        Parameters
-        ----------
-        lhs : OperandView
-            Operand of float32.
-        row, row_in_block : PrimExpr
-            Index of the row in the operand and in the block.
-        number : PrimExpr
-            Index of the chain.
-        size : int
-            Number of its elements that exist.
-        lanes : int
-            Lanes of a vector.
-        """
+    def write_chain(
+        self,
+        lhs: OperandView,  # operand of float32
+        # row, row_in_block: index of the row in the operand and in the block.
+        row: Expr,
+        row_in_block: Expr,
+        number: Expr,  # index of the chain
+        size: int,  # number of its elements that exist
+        lanes: int,  # lanes of a vector
+    ) -> None:
+        """Write the bytes of a chain."""
         first = materialize(number * self.chain)
         values = [
             let(lhs.load({"m": row, "k": first + start}, "k", lanes, lane_mask(size - start, lanes)))

@@ -105,24 +105,13 @@ class VectorTile(AccumulatorTile):
 
     def step(
         self,
-        left: Callable[[int], Expr],
-        right: Callable[[int], Expr],
-        bank: int = 0,
+        left: Callable[[int], Expr],  # function from a row to its factor, as `k_step.lhs_group` returns it
+        right: Callable[[int], Expr],  # function from a vector to its factors, as `k_step.rhs_groups` returns them
+        bank: int = 0,  # bank of accumulators
+        # First rows of the groups of `DotInstruction.rows` that take part; by default all.
         rows: Iterable[int] | None = None,
     ) -> None:
-        """Add a k-step.
-
-        Parameters
-        ----------
-        left : callable
-            Function from a row to its factor, as `k_step.lhs_group` returns it.
-        right : callable
-            Function from a vector to its factors, as `k_step.rhs_groups` returns them.
-        bank : int
-            Bank of accumulators.
-        rows : iterable of int, optional
-            First rows of the groups of `DotInstruction.rows` that take part; by default all.
-        """
+        """Add a k-step."""
         rights = [let(right(j)) for j in range(self.vectors)]
         for first in range(0, self.rows, self.dot.rows) if rows is None else rows:
             group = rows_group([let(left(first + i)) for i in range(self.dot.rows)])
@@ -213,11 +202,8 @@ class AmxTile(AccumulatorTile):
     ) -> None:
         """Add a k-step: all loads, then all products.
 
-        Parameters
-        ----------
-        left, right : callable
-            Function from a tile of rows or of columns to the address of its factors, and the distance of their rows in
-            bytes. Without `right`, factors of columns are those of the step before.
+        `left`, `right`: function from a tile of rows or of columns to the address of its factors, and the distance of
+        their rows in bytes. Without `right`, factors of columns are those of the step before.
         """
         for j in range(self.vectors):
             if right is not None:

@@ -279,17 +279,8 @@ def _move(
 def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: CpuTarget) -> tirx.PrimFunc:
     """Kernel from row-major to `layout`.
 
-    Parameters
-    ----------
-    shape : sequence of int or str
-        Logical extents; a symbolic one is a name.
-    layout : PackedLayout
-        Layout of the destination.
-
-    Raises
-    ------
-    EncodingError
-        If the source holds transformed windows, which only constants do. Every function here raises it.
+    `shape`: logical extents; a symbolic one is a name. `layout`: layout of the destination. Raises EncodingError if the
+    source holds transformed windows, which only constants do. Every function here raises it.
     """
     return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, cpu)
 

@@ -52,13 +52,8 @@ Location: TypeAlias = "relax.VDevice | tvm.ir.Type"
 def keep_devices(mod: tvm.IRModule, variables: Mapping[str, Variables] | None = None) -> tvm.IRModule:
     """Give every tensor its device again: see the module's docstring.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Result of stock passes on a placed module.
-    variables : mapping, optional
-        Function name to the variables before the passes, by names that are unique in it: they keep their types. A new
-        variable is on the device of its operands.
+    `mod`: result of stock passes on a placed module. `variables`: function name to the variables before the passes, by
+    names that are unique in it: they keep their types. A new variable is on the device of its operands.
     """
     vdevices = vdevices_of(mod)
     if not vdevices:

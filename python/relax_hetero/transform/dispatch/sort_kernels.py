@@ -108,12 +108,7 @@ def sorted_lines(
 ) -> relax.Call:
     """Emit the kernels of a sort but the last, and return the call of that.
 
-    Parameters
-    ----------
-    ty : Type
-        Type of the result, or results.
-    name : str
-        Name of the kernels.
+    `ty`: type of the result, or results. `name`: name of the kernels.
     """
     others = [extent for axis, extent in enumerate(data.ty.shape.values) if axis != problem.axis]
     pairs: list[relax.Expr] = []

@@ -136,12 +136,8 @@ def with_regions(
 ) -> list[relax.Binding] | None:
     """The block's bindings with regions rewritten; None if there is no region.
 
-    Parameters
-    ----------
-    regions : mapping
-        Regions by the index of their last binding.
-    write : Callable
-        Emits a region's new bindings; the last one binds the variable that it gets.
+    `regions`: regions by the index of their last binding. `write`: emits a region's new bindings; the last one binds
+    the variable that it gets.
     """
     if not regions:
         return None

@@ -101,10 +101,7 @@ def operations_of(func: tirx.PrimFunc) -> int:
 def precision_of(func: tirx.PrimFunc, arguments: Iterable[str] | None = None) -> str:
     """The element types of a kernel's products, as `encoding.arithmetic` writes them, else those of its arguments.
 
-    Parameters
-    ----------
-    arguments : iterable of str, optional
-        The element types of its tensors, if its parameters lack them.
+    `arguments`: the element types of its tensors, if its parameters lack them.
     """
     if arguments is None:
         arguments = (str(param.dtype) for param in func.params if is_buffer_var(param))

@@ -25,18 +25,13 @@ MEMORY = "relax_hetero.memory"
 """Function attribute: its allocations (`AnnotateMemory`)."""
 
 
-def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str], kernels: list[str]) -> tvm.IRModule:
-    """Mark a module as lowered to the virtual machine's form.
-
-    Parameters
-    ----------
-    vdevices : int
-        Number of vdevices of the module.
-    public : list of str
-        The functions that a caller may use; lowering gives private ones a symbol too.
-    kernels : list of str
-        The kernels that command buffers recorded by hand may use.
-    """
+def mark_lowered(
+    mod: tvm.IRModule,
+    vdevices: int,  # number of vdevices of the module
+    public: list[str],  # the functions that a caller may use; lowering gives private ones a symbol too
+    kernels: list[str],  # the kernels that command buffers recorded by hand may use
+) -> tvm.IRModule:
+    """Mark a module as lowered to the virtual machine's form."""
     return mod.with_attrs({LOWERED: vdevices, PUBLIC: public, PUBLIC_KERNELS: kernels})
 
 

@@ -35,16 +35,8 @@ _MAX_POWER = 3
 def to_expression(call: relax.Expr) -> tuple[Expression, list[relax.Expr]] | None:
     """An elementwise Relax op as an expression over the tensors it takes.
 
-    Parameters
-    ----------
-    call : relax.Expr
-        A call whose type is known.
-
-    Returns
-    -------
-    expression, operands
-        ``R.add(a, R.const(1.0))`` gives ``add(x0, 1.0)`` and ``[a]``; an operand that occurs twice is one operand.
-        None for other ops, and for element types that expressions do not support.
+    `call`: a call whose type is known. ``R.add(a, R.const(1.0))`` gives ``add(x0, 1.0)`` and ``[a]``; an operand that
+    occurs twice is one operand. None for other ops, and for element types that expressions do not support.
     """
     name = op_name(call)
     if name is None or not isinstance(call.ty, relax.TensorType):
@@ -70,23 +62,14 @@ def to_expression(call: relax.Expr) -> tuple[Expression, list[relax.Expr]] | Non
 
 
 def from_expression(
-    expression: Expression, operands: Sequence[relax.Expr], emit: Emit, vdevice: relax.VDevice | None = None
+    expression: Expression,
+    operands: Sequence[relax.Expr],  # plain tensors ``x0``, ``x1``, ...; they broadcast
+    emit: Emit,  # called with every op and its type
+    vdevice: relax.VDevice | None = None,  # device of all values; default: that of ``x0``
 ) -> relax.Expr:
     """Emit the Relax ops that compute an expression, one by one in order.
 
-    Parameters
-    ----------
-    operands : sequence of relax.Expr
-        Plain tensors ``x0``, ``x1``, ...; they broadcast.
-    emit : Callable
-        Called with every op and its type.
-    vdevice : VDevice, optional
-        Device of all values; default: that of ``x0``.
-
-    Returns
-    -------
-    relax.Expr
-        Result of `emit` for the last op, or an operand if the expression is one.
+    Returns the result of `emit` for the last op, or an operand if the expression is one.
     """
     vdevice = operands[0].ty.vdevice if vdevice is None and operands else vdevice
 

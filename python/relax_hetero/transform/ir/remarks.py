@@ -54,29 +54,15 @@ _DEFAULT_NAME = re.compile(r"(lv|gv)\d*")
 
 def kernel_nodes(
     mod: tvm.IRModule,
-    named: tuple[str, relax.Function],
-    graph: ModelGraph | None,
-    aliases: Mapping[str, Sequence[str]],
-    inside: Mapping[str, Sequence[str]],
+    named: tuple[str, relax.Function],  # a function with its name
+    graph: ModelGraph | None,  # graph of the placed module
+    aliases: Mapping[str, Sequence[str]],  # variable to the values that it aliases or concatenates
+    inside: Mapping[str, Sequence[str]],  # variable to the values that its fused kernel computes
 ) -> dict[relax.Var, tuple[int, ...]]:
     """The nodes of each kernel call of a function whose dispatches are formed.
 
-    Parameters
-    ----------
-    named : tuple of str and relax.Function
-        A function with its name.
-    graph : ModelGraph or None
-        Graph of the placed module.
-    aliases : mapping of str to sequence of str
-        Variable to the values that it aliases or concatenates.
-    inside : mapping of str to sequence of str
-        Variable to the values that its fused kernel computes.
-
-    Returns
-    -------
-    dict of relax.Var to tuple of int
-        Nodes by the variable of each kernel call. A node belongs to at most one kernel; kernels that only rearrange or
-        check values have none.
+    Returns the nodes by the variable of each kernel call. A node belongs to at most one kernel; kernels that only
+    rearrange or check values have none.
     """
     for function in graph.functions if graph is not None else ():
         if graph is not None and function.name == named[0]:
@@ -367,10 +353,7 @@ def record_merged(variable: str, members: Sequence[str]) -> None:
 def record_dispatches(mod: tvm.IRModule, inside: Mapping[tuple[str, str], Sequence[str]]) -> None:
     """Record the kernel calls of a module whose dispatches are formed.
 
-    Parameters
-    ----------
-    inside : mapping
-        Function and variable to the names of the values that its fused kernel computes.
+    `inside`: function and variable to the names of the values that its fused kernel computes.
     """
     if not is_collecting():
         return

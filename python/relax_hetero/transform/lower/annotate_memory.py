@@ -78,15 +78,7 @@ def memory_of(mod: tvm.IRModule) -> tuple[FunctionMemory, ...]:
 def function_memory(
     name: str, func: relax.Function, mod: tvm.IRModule, regions: dict[str, RegionSpec]
 ) -> FunctionMemory:
-    """Memory that one function allocates.
-
-    Parameters
-    ----------
-    func : relax.Function
-        Function of `mod`.
-    regions : dict of str to RegionSpec
-        The module's command buffers.
-    """
+    """Memory that one function allocates. `func`: function of `mod`. `regions`: the module's command buffers."""
     walk = _MemoryWalk(mod, regions)
     result = walk.body(func.body)
     storages = walk.finished(set(flattened(result)))

@@ -243,10 +243,7 @@ class Storages:
 def plan_storages(values: Sequence[Lifetime]) -> Storages:
     """Assign storages to values so that values with overlapping lifetimes have different ones.
 
-    Parameters
-    ----------
-    values : sequence of Lifetime
-        Values that are live during the same command overlap.
+    `values`: values that are live during the same command overlap.
     """
     of = [0] * len(values)
     nbytes: list[Any] = []

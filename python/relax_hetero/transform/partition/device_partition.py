@@ -266,10 +266,7 @@ class _Uses:
 class BindingDevices:
     """Lookup of the devices that bindings of a module use, by their indices in its manifest (list of devices).
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Placed module.
+    `mod`: placed module.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:

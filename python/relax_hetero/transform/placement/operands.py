@@ -34,10 +34,7 @@ def tensor_on(ty: relax.TensorType, vdevice: relax.VDevice) -> relax.TensorType:
 def on_devices(ty: tvm.ir.Type, tree: Tree, resolve: Resolve) -> tvm.ir.Type:
     """A type with the device of every tensor in it, from a tree of the same structure.
 
-    Returns
-    -------
-    ty : Type
-        The same type if nothing changes.
+    Returns the same type if nothing changes.
     """
     if isinstance(ty, relax.TensorType):
         return tensor_on(ty, resolve(tree)) if isinstance(tree, (int, ConstLeaf)) else ty

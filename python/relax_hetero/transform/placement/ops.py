@@ -40,10 +40,7 @@ _WRITING = frozenset({*IN_PLACE, "relax.call_builtin_with_ctx"})
 def callee_name(call: relax.Call) -> str | None:
     """The packed function that is called, directly or as the first argument of ``call_pure_packed`` etc., if any.
 
-    Returns
-    -------
-    name : str or None
-        None for an op, a PrimFunc or a Relax function.
+    Returns None for an op, a PrimFunc or a Relax function.
     """
     op = call.op
     if isinstance(op, relax.ExternFunc):

@@ -142,10 +142,7 @@ def _with_parameter(
 def match_dequantize(expr: relax.Expr, block: Block) -> tuple[Expression, relax.Expr] | None:
     """Match ``(astype(q) - zero) * scale`` with one zero point and one scale.
 
-    Returns
-    -------
-    expression, q
-        The match as an expression over ``q``; None for any other tensor.
+    Returns the match as an expression over ``q``; None for any other tensor.
     """
     chain: list[Expression] = []  # from the last op to the first
     shape = shape_of(expr)

@@ -169,18 +169,12 @@ class _Sinker:
         return True
 
 
-def is_inverse(quantize: Expression, dequantize: Expression, dtype: str) -> bool:
-    """Return whether quantization to `dtype` restores the tensor that was dequantized.
-
-    Parameters
-    ----------
-    quantize : Expression
-        Expression of an imported QuantizeLinear, with the float tensor as ``x0``.
-    dequantize : Expression
-        Expression of an imported DequantizeLinear, with the quantized tensor as ``x0``.
-    dtype : str
-        8-bit integer type.
-    """
+def is_inverse(
+    quantize: Expression,  # expression of an imported QuantizeLinear, with the float tensor as ``x0``
+    dequantize: Expression,  # expression of an imported DequantizeLinear, with the quantized tensor as ``x0``
+    dtype: str,  # 8-bit integer type
+) -> bool:
+    """Return whether quantization to `dtype` restores the tensor that was dequantized."""
     scale, difference = _right_number(dequantize.term, "multiply"), _cast_operand(dequantize.term.args[0], "float32")
     if scale is None or difference is None:
         return False

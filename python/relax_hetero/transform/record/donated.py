@@ -24,16 +24,9 @@ DONATED = "relax_hetero.donated"
 def with_donated(mod: tvm.IRModule, donate: Sequence[str] | Mapping[str, Sequence[str]]) -> tvm.IRModule:
     """Annotate functions with donated parameters.
 
-    Parameters
-    ----------
-    donate : sequence of str, or mapping from function to sequence of str
-        Names of inputs; of ``main`` if no function is named.
-
-    Raises
-    ------
-    BuildError
-        A function or an input that the module lacks, an input that is not a tensor or is set once for all calls, a
-        function that other functions call, a module that is lowered already.
+    `donate`: names of inputs; of ``main`` if no function is named. Raises BuildError: a function or an input that the
+    module lacks, an input that is not a tensor or is set once for all calls, a function that other functions call, a
+    module that is lowered already.
     """
     by_function = dict(donate) if isinstance(donate, Mapping) else {"main": donate}
     if is_lowered(mod):

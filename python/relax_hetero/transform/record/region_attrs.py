@@ -135,25 +135,15 @@ def kernel_specs(
 
 
 def kernel_spec(
-    name: str, func: tirx.PrimFunc, signature: RawSignature, device: int, access: Sequence[str] | None = None
+    name: str,
+    func: tirx.PrimFunc,  # kernel with tensor parameters, before it becomes raw
+    signature: RawSignature,  # signature of the raw kernel
+    device: int,  # index of its device in the manifest
+    access: Sequence[str] | None = None,  # access to each tensor; by default read off the body
 ) -> KernelSpec:
     """Description of a kernel that command buffers call as a raw kernel (`tir.core.raw_kernel`).
 
-    Parameters
-    ----------
-    func : tirx.PrimFunc
-        Kernel with tensor parameters, before it becomes raw.
-    signature : RawSignature
-        Signature of the raw kernel.
-    device : int
-        Index of its device in the manifest.
-    access : sequence of str, optional
-        Access to each tensor; by default read off the body.
-
-    Raises
-    ------
-    BuildError
-        The attribute `WORKGROUPS` exceeds 3, or the number of trailing integer parameters.
+    Raises BuildError: the attribute `WORKGROUPS` exceeds 3, or the number of trailing integer parameters.
     """
     texts = _ExpressionTexts(signature.scalars)
     accesses = buffer_access(func) if access is None else dict(zip(signature.buffers, access, strict=True))

@@ -20,12 +20,8 @@ from ..ir.rewriting import copy_module, op_name, relax_functions, typed, vdevice
 def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
     """A module in which functions with values over a mesh are inlined, so that shardings spread.
 
-    Functions that call themselves, as loops do, stay.
-
-    Raises
-    ------
-    PlacementError
-        If such a function is called in a local function.
+    Functions that call themselves, as loops do, stay. Raises PlacementError if such a function is called in a local
+    function.
     """
     functions = dict(relax_functions(mod))
     called = _called(functions)

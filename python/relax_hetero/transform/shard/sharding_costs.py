@@ -44,13 +44,7 @@ class DeviceCosts(Protocol):
 
 
 class ShardingCosts:
-    """Times of products and exchanges.
-
-    Parameters
-    ----------
-    vdevices : sequence of VDevice
-        Devices of the module.
-    """
+    """Times of products and exchanges. `vdevices`: devices of the module."""
 
     def __init__(self, vdevices: Sequence[relax.VDevice]) -> None:
         self._vdevices = vdevices

@@ -466,12 +466,7 @@ def _cached_attention(op: OpCall) -> OpPlan | None:
 def segments_of_operand(call: relax.Call, shape: Sequence[Any], result: tuple[int, ...]) -> tuple[int, ...]:
     """Segments along the last axis of a call's first operand that serve it, given those that serve its result.
 
-    Parameters
-    ----------
-    shape : sequence
-        Shape of the operand.
-    result : tuple of int
-        Segments along the last axis of the result that its readers would like.
+    `shape`: shape of the operand. `result`: segments along the last axis of the result that its readers would like.
     """
     name = call.op.name if isinstance(call.op, tvm.ir.Op) else ""
     if name == CACHED_ATTENTION and not int(call.attrs.shared_values):
@@ -489,21 +484,12 @@ def segments_of_operand(call: relax.Call, shape: Sequence[Any], result: tuple[in
 
 
 def weight_operands(
-    call: relax.Call, shapes: Sequence[Sequence[Any]], sharding: Sharding, count: int
+    call: relax.Call,  # op of the weight
+    shapes: Sequence[Sequence[Any]],  # shapes of the operands
+    sharding: Sharding,  # sharding of the result, not replicated
+    count: int,  # number of devices
 ) -> tuple[list[Sharding], Local | None] | None:
-    """Shardings of a weight's operands that give it a sharding, and what a device computes; None if there are none.
-
-    Parameters
-    ----------
-    call : relax.Call
-        Op of the weight.
-    shapes : sequence of sequence
-        Shapes of the operands.
-    sharding : Sharding
-        Sharding of the result, not replicated.
-    count : int
-        Number of devices.
-    """
+    """Shardings of a weight's operands that give it a sharding, and what a device computes; None if there are none."""
     name, axis = call.op.name, sharding.axis
     assert axis is not None, "weights are split or whole"
     rank = len(call.ty.shape.values)

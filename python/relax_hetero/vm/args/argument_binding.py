@@ -29,24 +29,14 @@ class BoundArguments(NamedTuple):
 
 
 class ArgumentBinder:
-    """Binds the arguments and parameters of a machine's functions; not thread-safe.
-
-    Parameters
-    ----------
-    devices : sequence of runtime.Device
-        Devices by manifest index; the last is the host.
-    scopes : sequence of str
-        The memory scope of each.
-    limits : MemoryLimits, optional
-        Limits for calls with symbolic sizes.
-    """
+    """Binds the arguments and parameters of a machine's functions; not thread-safe."""
 
     def __init__(
         self,
         executable: Executable,
-        devices: Sequence[runtime.Device],
-        scopes: Sequence[str],
-        limits: MemoryLimits | None = None,
+        devices: Sequence[runtime.Device],  # devices by manifest index; the last is the host
+        scopes: Sequence[str],  # the memory scope of each
+        limits: MemoryLimits | None = None,  # limits for calls with symbolic sizes
     ) -> None:
         self.caches: dict[str, CallCache] = {}  # accepted calls of each function
         self._executable, self._devices, self._scopes, self._limits = executable, devices, scopes, limits
@@ -84,12 +74,9 @@ class ArgumentBinder:
     ) -> tuple[CallCache, Sequence[Any] | None, CachedCall | None, list[runtime.Tensor]]:
         """Look for an earlier call with arguments that look the same.
 
-        Returns
-        -------
-        tuple
-            The function's cache; all arguments by position, or None if names prevent it; the earlier call, or None;
-            and the arguments as tensors. Without an earlier call, the arguments by position have tensors in place of
-            foreign objects, so that each object is asked for its memory once.
+        Returns the function's cache; all arguments by position, or None if names prevent it; the earlier call, or None;
+        and the arguments as tensors. Without an earlier call, the arguments by position have tensors in place of
+        foreign objects, so that each object is asked for its memory once.
         """
         if type(args) is not tuple or (kwargs and type(kwargs) is not dict):
             _check_call(name, args, kwargs)
@@ -131,19 +118,9 @@ class ArgumentBinder:
     ) -> BoundArguments:
         """Check arguments, and place them on their parameters' devices.
 
-        Parameters
-        ----------
-        args, kwargs
-            The caller's arguments by position and by name.
-        keep : bool
-            Whether they serve later calls, too: then each gets memory of its own.
-
-        Raises
-        ------
-        BindingError
-            Arguments that do not fit.
-        MemoryLimitError
-            Sizes that need more memory than the machine may take.
+        `args`, `kwargs`: the caller's arguments by position and by name. `keep`: whether they serve later calls, too:
+        then each gets memory of its own. Raises BindingError: arguments that do not fit. Raises MemoryLimitError: sizes
+        that need more memory than the machine may take.
         """
         params, dims, borrowed = self._params.get(signature.name, ({}, DimValues(), []))
         metadata = self._executable.metadata
@@ -183,23 +160,15 @@ def _check_call(name: str, args: object, kwargs: object) -> None:
 
 
 def match_names(
-    signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Any]
+    signature: FunctionSignature,  # signature of the function
+    # args, kwargs: arguments of this call.
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    given: Mapping[int, Any],  # parameters that were placed before, by input index
 ) -> list[tuple[Any, bool]]:
     """A pair (value, whether it is already placed) per input, from positions, names and earlier parameters.
 
-    Parameters
-    ----------
-    signature : FunctionSignature
-        Signature of the function.
-    args, kwargs
-        Arguments of this call.
-    given : mapping of int to object
-        Parameters that were placed before, by input index.
-
-    Raises
-    ------
-    BindingError
-        Too many, too few, unknown or repeated arguments.
+    Raises BindingError: too many, too few, unknown or repeated arguments.
     """
     names = signature.input_names
     hint = "" if kwargs else _packed_hint(signature, args)
@@ -246,10 +215,7 @@ def _packed_hint(signature: FunctionSignature, args: Sequence[Any]) -> str:
 def shared_params(params: Mapping[str, Any] | Sequence[Any], signatures: Sequence[FunctionSignature]) -> dict[str, Any]:
     """Parameters of several functions by name, from a mapping of some or a sequence of all.
 
-    Raises
-    ------
-    BindingError
-        Other types, or a name that none of the functions has.
+    Raises BindingError: other types, or a name that none of the functions has.
     """
     functions = " and ".join(repr(signature.name) for signature in signatures)
     lists = [signature.input_names[signature.num_input :] for signature in signatures]

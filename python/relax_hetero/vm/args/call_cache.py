@@ -87,24 +87,16 @@ class CachedCall:
 
 
 class CallCache:
-    """The cached calls of one function of one machine.
-
-    Parameters
-    ----------
-    alignment : int
-        Alignment in bytes, a power of two, that kernels require of tensors.
-    takes_arrays : bool
-        Whether kernels may borrow numpy arrays.
-    names : tuple of str
-        The function's inputs.
-    donated : tuple of str
-        Names of the inputs that a call consumes.
-    """
+    """The cached calls of one function of one machine."""
 
     __slots__ = ("_calls", "_donated", "_mask", "_names", "_takes_arrays")
 
     def __init__(
-        self, alignment: int, takes_arrays: bool, names: tuple[str, ...] = (), donated: tuple[str, ...] = ()
+        self,
+        alignment: int,  # alignment in bytes, a power of two, that kernels require of tensors
+        takes_arrays: bool,  # whether kernels may borrow numpy arrays
+        names: tuple[str, ...] = (),  # the function's inputs
+        donated: tuple[str, ...] = (),  # names of the inputs that a call consumes
     ) -> None:
         self._calls: dict[tuple[Fingerprint, ...], CachedCall] = {}
         self._mask = alignment - 1
@@ -171,21 +163,13 @@ class CallCache:
         return True
 
     def remember(
-        self, args: Sequence[Any], values: Sequence[Any], dims: DimValues, borrowed: list[AddressRange]
+        self,
+        args: Sequence[Any],  # the caller's arguments, all by position
+        values: Sequence[Any],  # arguments as the function takes them, followed by the parameters placed before
+        dims: DimValues,  # the values of symbolic dimensions
+        borrowed: list[AddressRange],  # address ranges of those parameters
     ) -> None:
-        """Cache a checked call, if all its arguments were borrowed.
-
-        Parameters
-        ----------
-        args : sequence of object
-            The caller's arguments, all by position.
-        values : sequence of object
-            Arguments as the function takes them, followed by the parameters placed before.
-        dims : DimValues
-            The values of symbolic dimensions.
-        borrowed : list of AddressRange
-            Address ranges of those parameters.
-        """
+        """Cache a checked call, if all its arguments were borrowed."""
         fingerprints: list[Fingerprint] = []
         moves: list[tuple[int, runtime.Device]] = []
         sizes: list[int] = []

@@ -20,10 +20,7 @@ from ..device.tensors import AddressRange, address_ranges, copy_to, map_tensors
 def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
     """Require that no donated argument of a call shares memory with another; BindingError otherwise.
 
-    Parameters
-    ----------
-    values : sequence of object
-        Arguments as the function takes them, in the order of its inputs.
+    `values`: arguments as the function takes them, in the order of its inputs.
     """
     ranges = [(spec.name, address_ranges(value)) for spec, value in zip(signature.inputs, values, strict=True)]
     for name, own_ranges in ranges:

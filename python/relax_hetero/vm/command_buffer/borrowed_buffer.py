@@ -46,10 +46,8 @@ class BorrowedBuffer:
 def borrow(value: object, where: str) -> BorrowedBuffer:
     """Borrow the memory of a tensor.
 
-    Raises
-    ------
-    BindingError
-        Not a tensor, not contiguous, or not in this machine's byte order; the message begins with `where`.
+    Raises BindingError: not a tensor, not contiguous, or not in this machine's byte order; the message begins with
+    `where`.
     """
     if isinstance(value, _Tensor):
         return _borrow_tensor(value, value, _device(value), True, where)

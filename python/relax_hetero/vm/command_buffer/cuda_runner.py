@@ -42,13 +42,7 @@ _Key = tuple[int, _Numbers]  # identity of a binding table, and parameters
 
 
 class CudaWork:
-    """Fence of a submission to a GPU.
-
-    Parameters
-    ----------
-    table : BindingTable
-        Table whose memory it keeps alive.
-    """
+    """Fence of a submission to a GPU. `table`: table whose memory it keeps alive."""
 
     def __init__(self, event: Event, table: BindingTable) -> None:
         self._event, self._table = event, table

@@ -71,15 +71,8 @@ class Runner(Protocol):
 def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) -> Runner:
     """The runner of a recording on its device.
 
-    Parameters
-    ----------
-    compiled : bool
-        Whether to compile it to machine code if the compiler is available; otherwise commands are interpreted.
-
-    Raises
-    ------
-    BindingError
-        The kind of device does not support command buffers recorded by hand.
+    `compiled`: whether to compile it to machine code if the compiler is available; otherwise commands are interpreted.
+    Raises BindingError: the kind of device does not support command buffers recorded by hand.
     """
     check_device_kind(machine, recording.device)
     backend = machine.executable.devices[recording.device].backend

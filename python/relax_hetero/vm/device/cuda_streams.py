@@ -73,11 +73,8 @@ class Event:
 class Stream:
     """A CUDA stream.
 
-    Parameters
-    ----------
-    handle : int, optional
-        Existing stream, which must outlive this object; None for a new one that does not synchronize with the default
-        stream.
+    `handle`: existing stream, which must outlive this object; None for a new one that does not synchronize with the
+    default stream.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, handle: int | None = None) -> None:

@@ -26,12 +26,7 @@ _beginning = threading.Lock()  # a GPU has one thread, also if several ask for i
 class GraphLaunch:
     """A launch of a graph by the thread of its GPU, after those that came before.
 
-    Parameters
-    ----------
-    gpu : int
-        Index of the GPU.
-    launch : callable
-        Function that makes the GPU the thread's current one and launches the graph.
+    `gpu`: index of the GPU. `launch`: function that makes the GPU the thread's current one and launches the graph.
     """
 
     def __init__(self, gpu: int, launch: Callable[[], None]) -> None:

@@ -58,10 +58,7 @@ class HugePages:
 def on_huge_pages(tensors: Sequence[runtime.Tensor]) -> tuple[list[runtime.Tensor], HugePages | None]:
     """Weights backed with huge pages where that is possible: the same tensors, or copies of those in mapped files.
 
-    Returns
-    -------
-    tuple of list of Tensor and HugePages or None
-        None if nothing was tried: turned off, not Linux, or few weights.
+    Returns None if nothing was tried: turned off, not Linux, or few weights.
     """
     weights = {i: tensor for i, tensor in enumerate(tensors) if _is_in_memory(tensor)}
     nbytes, page = sum(map(nbytes_of, weights.values())), _page_bytes()

@@ -27,14 +27,9 @@ def append_row(
 ) -> runtime.Tensor:
     """`rows` with `row` as row number `trip`, written in place if the capacity suffices.
 
-    The first trip ignores `rows`, which others may use, and makes the tensor that later trips write into.
-
-    Parameters
-    ----------
-    rows : runtime.Tensor
-        ``[capacity, *row.shape]``; unused in the first trip.
-    trip, trips : runtime.Tensor
-        Scalars: number of present rows, and maximum number of rows.
+    The first trip ignores `rows`, which others may use, and makes the tensor that later trips write into. `rows`:
+    ``[capacity, *row.shape]``; unused in the first trip. `trip`, `trips`: scalars: number of present rows, and maximum
+    number of rows.
     """
     count, shape = _number(trip), tuple(row.shape)
     if count == 0:
@@ -57,12 +52,8 @@ def append_row(
 def new_rows(shape: Sequence[int], dtype: str, trips: runtime.Tensor, number: int) -> runtime.Tensor:
     """An uninitialised tensor ``[trips, *shape]`` on the device of `trips`.
 
-    Parameters
-    ----------
-    trips : runtime.Tensor
-        Scalar: number of rows; negative numbers count as 0.
-    number : int
-        Unused; distinguishes several tensors of one loop, so that equal calls are not merged.
+    `trips`: scalar: number of rows; negative numbers count as 0. `number`: unused; distinguishes several tensors of one
+    loop, so that equal calls are not merged.
     """
     return empty((max(0, _number(trips)), *(int(extent) for extent in shape)), dtype, trips.device)
 

@@ -33,17 +33,7 @@ class MemoryBlock(Protocol):
 class BlockPool:
     """Thread-safe pool of memory blocks.
 
-    Parameters
-    ----------
-    make : callable
-        Makes a block of a number of bytes.
-    limit : int
-        Maximum bytes of all blocks, in use and free.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes of all blocks, in use and free.
+    `make`: makes a block of a number of bytes. `limit`: maximum bytes of all blocks, in use and free.
     """
 
     def __init__(self, make: Callable[[int], MemoryBlock], limit: int) -> None:
@@ -51,7 +41,7 @@ class BlockPool:
         self._lock = threading.Lock()
         self._free: dict[int, list[MemoryBlock]] = {}
         self._returned: deque[MemoryBlock] = deque()
-        self.nbytes = 0
+        self.nbytes = 0  # bytes of all blocks, in use and free
 
     def tensor(self, shape: tuple[int, ...], dtype: str, device: runtime.Device) -> runtime.Tensor:
         """An uninitialised tensor on `device`, which must be able to use the blocks.
@@ -117,12 +107,7 @@ TRANSFER_BYTES = 2 << 30
 class PinnedPool(BlockPool):
     """Pool of pinned host memory, because pinning takes longer than copying. Its tensors are on CPUs.
 
-    Parameters
-    ----------
-    gpu : int
-        Any GPU.
-    limit : int
-        Maximum bytes of pinned memory, in use and free; tensors beyond it are not pinned.
+    `gpu`: any GPU. `limit`: maximum bytes of pinned memory, in use and free; tensors beyond it are not pinned.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, limit: int) -> None:

@@ -121,14 +121,8 @@ class _Lane:
 class Staging:
     """Pinned buffers of one GPU, and helper threads.
 
-    Two threads may copy at once, one of them without helpers; a third one waits.
-
-    Parameters
-    ----------
-    threads : int
-        Number of copying threads, including the caller's.
-    chunk : int
-        Bytes of a buffer.
+    Two threads may copy at once, one of them without helpers; a third one waits. `threads`: number of copying threads,
+    including the caller's. `chunk`: bytes of a buffer.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, threads: int, loop: Loop, chunk: int = CHUNK_BYTES) -> None:

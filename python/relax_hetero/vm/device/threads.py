@@ -106,10 +106,7 @@ def after_fork() -> None:
 def choose_threads(devices: Sequence[DeviceSpec], threads: object, cores: object, spin: object) -> Threads:
     """The threads of a machine, with workers; see `VirtualMachine` for the parameters.
 
-    Raises
-    ------
-    BindingError
-        If a parameter is wrong, or the code was compiled for fewer threads.
+    Raises BindingError if a parameter is wrong, or the code was compiled for fewer threads.
     """
     if type(spin) is not bool:
         raise BindingError(f"VirtualMachine: spin is {spin!r}, expected True or False")
@@ -177,12 +174,8 @@ def threads_for(devices: Sequence[DeviceSpec]) -> int:
 def threads_of_queues(cores: Sequence[int], threads: Threads = SHARED_THREADS) -> list[int]:
     """The number of threads of each of several CPU devices that work concurrently: a share of the cores.
 
-    Parameters
-    ----------
-    cores : sequence of int
-        Number of cores that each device's code was compiled for; 0 if unspecified.
-    threads : Threads, optional
-        Threads of the machine.
+    `cores`: number of cores that each device's code was compiled for; 0 if unspecified. `threads`: threads of the
+    machine.
     """
     total = threads.width if threads.is_fixed else configured_threads() or num_cores()
     share = max(1, total // max(1, len(cores)))

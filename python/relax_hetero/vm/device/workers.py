@@ -82,10 +82,7 @@ def after_fork() -> None:
 def core_numbers(cores: Sequence[Sequence[int]]) -> list[int]:
     """The lowest CPU of the same core, for every CPU.
 
-    Parameters
-    ----------
-    cores : sequence of sequence of int
-        Usable CPUs of each core. Other CPUs count as cores of their own.
+    `cores`: usable CPUs of each core. Other CPUs count as cores of their own.
     """
     numbers = list(range(min(max((cpu for core in cores for cpu in core), default=-1) + 1, names.MAX_CPUS)))
     for core in cores:

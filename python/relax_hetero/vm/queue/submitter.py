@@ -31,48 +31,24 @@ from .queues import Queues, functions_to_queue
 class Submitter:
     """Submits calls of a machine's functions to its queues.
 
-    Parameters
-    ----------
-    machine : object
-        The machine, which calls in flight keep alive. The submitter has only a weak reference to it, and ends the
-        queues when the machine is deleted.
-    executable : Executable
-        Executable of the machine.
-    devices : sequence of runtime.Device
-        Devices by manifest index; the last is the host.
-    binder : ArgumentBinder
-        Checks and places arguments.
-    lock : MachineLock
-        Lock that is held while arguments are bound.
-    pool_watch : PoolWatch
-        Watch of TVM's buffer pool, which is told about each call with symbolic extents.
-    constants : PlacedConstants
-        Constants of the machine, whose memory results must not share.
-    max_in_flight : int
-        Maximum number of calls in flight.
-    make_queues : callable
-        Called at the first submission; neither it nor its result may refer to the machine.
-    threads : Threads
-        Worker threads of the machine's kernels.
-
-    Raises
-    ------
-    BindingError
-        A `max_in_flight` that is not a positive integer.
+    Raises BindingError: a `max_in_flight` that is not a positive integer.
     """
 
     def __init__(
         self,
+        # The machine, which calls in flight keep alive. The submitter has only a weak reference to it, and ends the
+        # queues when the machine is deleted.
         machine: object,
-        executable: Executable,
-        devices: Sequence[runtime.Device],
-        binder: ArgumentBinder,
-        lock: MachineLock,
-        pool_watch: PoolWatch,
-        constants: PlacedConstants,
-        max_in_flight: int,
+        executable: Executable,  # executable of the machine
+        devices: Sequence[runtime.Device],  # devices by manifest index; the last is the host
+        binder: ArgumentBinder,  # checks and places arguments
+        lock: MachineLock,  # lock that is held while arguments are bound
+        pool_watch: PoolWatch,  # watch of TVM's buffer pool, which is told about each call with symbolic extents
+        constants: PlacedConstants,  # constants of the machine, whose memory results must not share
+        max_in_flight: int,  # maximum number of calls in flight
+        # Called at the first submission; neither it nor its result may refer to the machine.
         make_queues: Callable[[], Queues],
-        threads: Threads,
+        threads: Threads,  # worker threads of the machine's kernels
     ) -> None:
         metadata = executable.metadata
         self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)

@@ -79,10 +79,7 @@ class TracedCall:
 def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event]:
     """All events of calls that have ended; times in microseconds.
 
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the executable whose functions were called.
+    `metadata`: metadata of the executable whose functions were called.
     """
     calls = serialize_tracks(calls)
     call_tracks = _call_tracks(calls)

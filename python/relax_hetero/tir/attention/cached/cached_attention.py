@@ -53,20 +53,8 @@ from .spec import BLOCK_PAGES, CachedPlan, CachedSpec, Tensors, cached_plan
 def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of an attention with a cache.
 
-    Parameters
-    ----------
-    problem : CachedAttentionProblem
-        Attention with keys of pages in "lanes".
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Kernel with the parameters of `CachedAttentionProblem`, then scratch; pages are written in place.
-
-    Raises
-    ------
-    EncodingError
-        If keys have another order.
+    `problem`: attention with keys of pages in "lanes". Returns the kernel with the parameters of
+    `CachedAttentionProblem`, then scratch; pages are written in place. Raises EncodingError if keys have another order.
     """
     if problem.order != "lanes":
         raise EncodingError(f"attention with keys of pages in {problem.order} on {cpu.isa.name}: expected lanes")

@@ -89,15 +89,8 @@ def choose_plan(problem: ConvProblem, gpu: GpuTarget) -> ChannelPlan:
 def depthwise_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: ChannelPlan | None = None) -> tirx.PrimFunc:
     """Kernel of a convolution, one launch; `ConvProblem` documents its parameters.
 
-    Parameters
-    ----------
-    plan : ChannelPlan, optional
-        Plan; by default that of `choose_plan`.
-
-    Raises
-    ------
-    EncodingError
-        If the kernel does not support the problem (`unsupported_reason`).
+    `plan`: plan; by default that of `choose_plan`. Raises EncodingError if the kernel does not support the problem
+    (`unsupported_reason`).
     """
     reason = unsupported_reason(problem)
     if reason:

@@ -77,12 +77,8 @@ class FilterTaps:
     def pixel(self, at: Coordinates, row: Expr) -> tuple[Expr, Expr]:
         """Offset of the element that the first tap reads for a row of the product, and the mask of taps in bounds.
 
-        Parameters
-        ----------
-        at : Coordinates
-            Coordinates of the batch, and of the group "g" where there are several.
-        row : PrimExpr
-            Row, less than the product's extent.
+        `at`: coordinates of the batch, and of the group "g" where there are several. `row`: row, less than the
+        product's extent.
         """
         row = T.bind(T.Cast(self.kind, row))
         names = list(self.extents)

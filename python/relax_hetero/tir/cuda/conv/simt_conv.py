@@ -40,15 +40,8 @@ def unsupported_reason(problem: ConvProblem) -> str:
 def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None = None) -> tirx.PrimFunc:
     """Kernel of a convolution, one launch; `ConvProblem` documents its parameters.
 
-    Parameters
-    ----------
-    plan : SimtPlan, optional
-        Tiles, by default those with the lowest estimated time.
-
-    Raises
-    ------
-    EncodingError
-        If the kernel does not support the problem (`unsupported_reason`).
+    `plan`: tiles, by default those with the lowest estimated time. Raises EncodingError if the kernel does not support
+    the problem (`unsupported_reason`).
     """
     reason = unsupported_reason(problem)
     if reason:

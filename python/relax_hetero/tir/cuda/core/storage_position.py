@@ -40,12 +40,7 @@ def run_length(layout: PackedLayout, shape: Sequence[Expr], dtype: str) -> int:
 def position_of(storage: PackedStorage, vector: Expr, lanes: int) -> list[Expr]:
     """Logical position of the first element of a vector that is contiguous in tensor and storage.
 
-    Parameters
-    ----------
-    vector : PrimExpr
-        Number of the vector in storage, int64.
-    lanes : int
-        A divisor of `run_length`.
+    `vector`: number of the vector in storage, int64. `lanes`: a divisor of `run_length`.
     """
     layout = storage.layout
     extents = [plain_extent(extent) for extent in storage.physical]

@@ -147,12 +147,7 @@ def _keep_groups(best: _Best, problem: RoutingProblem, numbers: list[Expr]) -> N
 class _Best:
     """Writer of the search of a row's greatest value, which every lane gets, with its expert.
 
-    Parameters
-    ----------
-    lane : PrimExpr
-    values : Buffer
-        Registers with the values of experts `lane`, ``lane + 32``, ...
-    experts : int
+    `values`: registers with the values of experts `lane`, ``lane + 32``, ...
     """
 
     def __init__(self, lane: Expr, values: Any, experts: int) -> None:

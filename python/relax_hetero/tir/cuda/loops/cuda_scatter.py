@@ -152,17 +152,9 @@ def _kernel(name: str, scatter: GpuScatter, parts: Sequence[str], attrs: dict[st
 
 
 class _Kernel:
-    """Writer of a kernel.
+    """Writer of a kernel."""
 
-    Attributes
-    ----------
-    extents : dict
-        Extents of each tensor.
-    result : PrimFunc
-        The kernel, set when it is complete.
-    """
-
-    result: tirx.PrimFunc
+    result: tirx.PrimFunc  # the kernel, set when it is complete
 
     def __init__(self, function: Function, scatter: GpuScatter, parts: Sequence[str]) -> None:
         self._scatter, problem = scatter, scatter.problem
@@ -180,6 +172,7 @@ class _Kernel:
             shape, dtype = specs[part]
             self._shapes[part] = [function.extent(dim) for dim in shape]
             self._arguments[part] = function.argument(part, self._shapes[part], dtype)
+        # Extents of each tensor.
         self.extents = {
             part: [function.symbol(dim) if isinstance(dim, str) else dim for dim in specs[part][0]] for part in specs
         }
@@ -227,12 +220,8 @@ class _Kernel:
     def at_target(self, number: Expr, visit: Callable[[Expr], None], position: Sequence[Expr] | None = None) -> None:
         """Call `visit` with the target of an update, if it is within the data.
 
-        Parameters
-        ----------
-        number : PrimExpr
-            Number of the update.
-        position : sequence of PrimExpr, optional
-            Coordinates of an element in the updates; by default those of `number`.
+        `number`: number of the update. `position`: coordinates of an element in the updates; by default those of
+        `number`.
         """
         axis, data, indices = self._scatter.axis, self.extents["data"], self.extents["indices"]
         if axis is None:

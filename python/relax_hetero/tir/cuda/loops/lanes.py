@@ -124,10 +124,7 @@ def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> Lan
 def is_vector(offset: Expr, buffer: tirx.Buffer, var: tirx.Var, units: Mapping[tirx.Var, Expr], lanes: int) -> bool:
     """Return whether lanes along a loop are contiguous in memory, whole words and aligned to a vector.
 
-    Parameters
-    ----------
-    units : mapping
-        The loop's variable as a multiple of the number of vectors.
+    `units`: the loop's variable as a multiple of the number of vectors.
     """
     if bytes_of(str(buffer.dtype)) * lanes % WORD_BYTES or not is_step(stride(offset, var), 1):
         return False
@@ -177,12 +174,8 @@ class Guards:
 def copy_words(target: tirx.Buffer, offset: Expr, source: tirx.Buffer, start: Expr, count: int) -> None:
     """Copy neighbouring elements between memory and registers, up to 16 bytes at a time.
 
-    Parameters
-    ----------
-    offset, start : PrimExpr
-        First element in the target and in the source, aligned to a vector.
-    count : int
-        Number of elements, whole words.
+    `offset`, `start`: first element in the target and in the source, aligned to a vector. `count`: number of elements,
+    whole words.
     """
     dtype = str(target.dtype)
     size = bytes_of(dtype)
@@ -264,12 +257,8 @@ def compute_steps(
 ) -> dict[tirx.Buffer, tirx.Buffer]:
     """Compute the steps of a box in registers, and return the registers of the results.
 
-    Parameters
-    ----------
-    position : mapping
-        Values of the loop variables, in terms of `LANE`.
-    inputs : mapping
-        Registers of reduced values and of loaded vectors.
+    `position`: values of the loop variables, in terms of `LANE`. `inputs`: registers of reduced values and of loaded
+    vectors.
     """
     placed = box.at(position)
     steps = placed.nest.steps
@@ -331,13 +320,7 @@ def _branchless(expr: Expr, lanes: int) -> Expr:
 def store_lanes(
     box: LaneBox, position: Mapping[tirx.Var, Expr], results: Registers, exists: Callable[[Expr], Expr] | None = None
 ) -> None:
-    """Store results: as vectors where they are contiguous, else lane by lane.
-
-    Parameters
-    ----------
-    exists : callable, optional
-        Predicate of a lane.
-    """
+    """Store results: as vectors where they are contiguous, else lane by lane. `exists`: predicate of a lane."""
     for buffer, first_offset in box.box.places.items():
         offset = replaced(first_offset, position)
         if buffer in box.stores:

@@ -51,10 +51,7 @@ def count_of(loops: Sequence[Loop]) -> Expr:
 def position_of(number: Expr, loops: Sequence[Loop], counts: Sequence[Expr] | None = None) -> dict[tirx.Var, Expr]:
     """Values of the loop variables at a point with a row-major number.
 
-    Parameters
-    ----------
-    counts : sequence, optional
-        Extents of the loops, by default their numbers of iterations.
+    `counts`: extents of the loops, by default their numbers of iterations.
     """
     extents = [_positive(count) for count in (counts or [loop.count for loop in loops])]
     values = unravel(number, extents)

@@ -90,13 +90,7 @@ class SortStep:
 
 
 def sort_steps(problem: SortProblem, tile: int = TILE) -> list[SortStep]:
-    """The launches of a sort, in order.
-
-    Parameters
-    ----------
-    tile : int
-        Maximum elements of a tile, a power of two.
-    """
+    """The launches of a sort, in order. `tile`: maximum elements of a tile, a power of two."""
     steps: list[SortStep] = []
     is_topk = 2 * problem.count <= tile
     # Short tiles take fewer stages where only few of their elements are kept.

@@ -68,18 +68,14 @@ def lanes_for(n: Expr, dtypes: Sequence[str]) -> int:
     return math.gcd(n, max_lanes) if isinstance(n, int) else max_lanes
 
 
-def register_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget) -> RowShape | None:
-    """Shape for rows kept in registers; None if they are too long.
-
-    Parameters
-    ----------
-    n : int
-        Elements of a row.
-    total : int or PrimExpr
-        Rows.
-    words : float
-        Registers per element.
-    """
+def register_shape(
+    n: int,  # elements of a row
+    lanes: int,
+    total: Expr,  # rows
+    words: float,  # registers per element
+    gpu: GpuTarget,
+) -> RowShape | None:
+    """Shape for rows kept in registers; None if they are too long."""
     vectors = -(-n // lanes)
     threads = min(WARP, _ceil_power_of_two(-(-vectors // 4)))
 

@@ -129,22 +129,16 @@ class StageTile(ABC):
         """Compute values that producers need in all k-steps of a tile."""
 
     @abstractmethod
-    def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
-        """Copy the tile by all producers, asynchronously if possible; packed tiles are left to `load_bulk`.
-
-        Parameters
-        ----------
-        offset : PrimExpr
-            Offset of the tile in shared memory.
-        at : Coordinates
-            Coordinates of the batch.
-        first : PrimExpr
-            First row, int64.
-        step : PrimExpr
-            Number of the k-step, int32.
-        thread : PrimExpr
-            Index of the thread among the producers.
-        """
+    def load(
+        self,
+        shared: SharedMemory,
+        offset: Expr,  # offset of the tile in shared memory
+        at: Coordinates,  # coordinates of the batch
+        first: Expr,  # first row, int64
+        step: Expr,  # number of the k-step, int32
+        thread: Expr,  # index of the thread among the producers
+    ) -> None:
+        """Copy the tile by all producers, asynchronously if possible; packed tiles are left to `load_bulk`."""
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,7 @@ class Ring:
 class RingPosition:
     """A thread's stage and phase parity in registers, which advance without a division.
 
-    Parameters
-    ----------
-    stages : int
-        Stages of the ring.
+    `stages`: stages of the ring.
     """
 
     def __init__(self, stages: int) -> None:

@@ -75,29 +75,18 @@ class ChunkedTile(SharedTile):
 
 
 class MatrixOperand:
-    """Operand of wgmma in shared memory; construct it within the launch.
-
-    Parameters
-    ----------
-    begin : PrimExpr or int
-        Offset in shared memory that the descriptor encodes.
-    leading, stride : int
-        Offsets of the matrix descriptor, see `ptx.matrix_descriptor`.
-    advance : callable
-        Offset of the k of a wgmma, in units of 16 bytes, given its number.
-    is_transposed : bool
-        Whether lines are values of k.
-    """
+    """Operand of wgmma in shared memory; construct it within the launch."""
 
     def __init__(
         self,
         shared: SharedMemory,
-        begin: Expr,
+        begin: Expr,  # offset in shared memory that the descriptor encodes
+        # leading, stride: offsets of the matrix descriptor, see `ptx.matrix_descriptor`.
         leading: int,
-        advance: Callable[[int], int],
+        advance: Callable[[int], int],  # offset of the k of a wgmma, in units of 16 bytes, given its number
         stride: int = 64,
         is_swizzled: bool = True,
-        is_transposed: bool = False,
+        is_transposed: bool = False,  # whether lines are values of k
     ) -> None:
         self.begin, self.advance, self.is_transposed = begin, advance, is_transposed
         self._base = local(1, "uint64")
