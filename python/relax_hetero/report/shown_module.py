@@ -251,8 +251,7 @@ class _Graph:
 
     def _connect(self, flow: Flow, to: int) -> None:
         for source in dict.fromkeys(_flat(flow)):
-            values = self.nodes[source]["values"]
-            nbytes = [value["bytes"] for value in values]
+            nbytes = [value["bytes"] for value in self.nodes[source]["values"]]
             total = sum(nbytes) if nbytes and None not in nbytes else None
             self._edges.setdefault((source, to, self.nodes[source]["name"]), total)
 

@@ -163,8 +163,7 @@ class _Check:
             with when(tirx.all(tirx.Not(self._is_in_range(value, column)), tirx.Not(has_raised[zero]))):
                 T.buffer_store(has_raised, tirx.const(True, "bool"), [zero])
                 first, end = self._range(column)
-                number = tirx.Cast("int64", value)
-                T.evaluate(T.call_packed(REFUSE, self._number, number, first, end))
+                T.evaluate(T.call_packed(REFUSE, self._number, tirx.Cast("int64", value), first, end))
 
     def report(self, indices: Sequence[Expr], column: int, record: Any) -> None:
         """Write a value as int64 from the front; if out of range, also to the record, unless that is claimed."""

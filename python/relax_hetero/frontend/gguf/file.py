@@ -122,8 +122,7 @@ class Reader:
 
     def text(self, what: str) -> str:
         """Read a text in UTF-8."""
-        length = self.number("Q", what)
-        return self._decode(self.skip(length, what), what)
+        return self._decode(self.skip(self.number("Q", what), what), what)
 
     def texts(self, count: int, what: str) -> Texts:
         """Read consecutive texts."""

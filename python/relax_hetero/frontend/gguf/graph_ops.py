@@ -94,8 +94,7 @@ class GraphOps:
 
     def _normal(self, x: relax.Expr, name: str) -> relax.Expr:
         """RMS norm without factors."""
-        mean = self._mean_square(x, name)
-        stable = self.emit(mean + scalar(self.model.eps), f"{name}.stable")
+        stable = self.emit(self._mean_square(x, name) + scalar(self.model.eps), f"{name}.stable")
         inverse = self.emit(relax.op.rsqrt(stable), f"{name}.inverse")
         return self.emit(x * inverse, f"{name}.normal")
 

@@ -51,8 +51,7 @@ _POOLINGS = ("pooling_mode_mean_tokens", "pooling_mode_cls_token", "pooling_mode
 
 def _read_pooling(path: Path) -> int:
     """Number of the pooling of a module of sentence-transformers."""
-    values = read_json(path)
-    chosen = [name for name, value in values.items() if name.startswith("pooling_mode_") and value]
+    chosen = [name for name, value in read_json(path).items() if name.startswith("pooling_mode_") and value]
     if len(chosen) != 1 or chosen[0] not in _POOLINGS:
         raise FrontendError(
             f"{path}: found {' and '.join(chosen) or 'no pooling'}, expected one of {', '.join(_POOLINGS)}"

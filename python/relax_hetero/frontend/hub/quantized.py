@@ -57,8 +57,7 @@ class Quantization:
         for part, is_quantized, read in _READERS:
             if part in module and is_quantized(module[part]):
                 reader = _Reader(self, f"{name}.weight", module)
-                matrix = read(reader)
-                return [matrix, *reader.scale]
+                return [read(reader), *reader.scale]
         return []
 
     def count(self, name: str, default: int) -> int:

@@ -91,8 +91,7 @@ def check_by_onnx(
 def _import_all(bare: onnx.ModelProto) -> None:
     """Import the domains of all nodes: ONNX Runtime needs no import of its own, and unknown ops are refused later."""
     import_lists = (bare.opset_import, *(function.opset_import for function in bare.functions))
-    lists = _node_lists(bare, "the model")
-    for node in itertools.chain(*lists, *import_lists):
+    for node in itertools.chain(*_node_lists(bare, "the model"), *import_lists):
         node.domain = "" if node.domain in STANDARD_DOMAINS else node.domain
     used = {node.domain for nodes in _node_lists(bare, "the model") for node in nodes}
     for imports in import_lists:

@@ -117,8 +117,7 @@ def bernoulli(node: Node) -> relax.Expr:
     """1 with the probability in the input, else 0."""
     data = cast(node, node.tensor(0), "float64")
     uniform = _random_tensor(node, node.shape(data), _uniform, 1.0, 0.0, "float64")
-    is_one = node.emit(uniform < data)
-    return cast(node, is_one, _type(node, dtype_of(node.tensor(0))))
+    return cast(node, node.emit(uniform < data), _type(node, dtype_of(node.tensor(0))))
 
 
 @converts("Multinomial")

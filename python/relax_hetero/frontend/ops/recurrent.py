@@ -135,8 +135,7 @@ def _gru_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[rel
         candidate = layer.add(xh, inner)
     h = layer.activate(1, candidate)
     keep = layer.multiply(z, state)
-    one = const(1, dtype_of(state))
-    return [layer.add(layer.multiply(layer.emit(one - z), h), keep)]
+    return [layer.add(layer.multiply(layer.emit(const(1, dtype_of(state)) - z), h), keep)]
 
 
 def _lstm_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[relax.Expr]:

@@ -174,8 +174,7 @@ def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Expr]:
             message = "its target leaves the size of -1 open: another size is 0"
             node.require(any_of([tirx.NE(dim, as_expr(-1)), tirx.all(*are_nonzero)]), message)
     if data.ty.shape is not None:
-        dims = node.shape(data)
-        _require_product(node, result_dims, dims)
+        _require_product(node, result_dims, node.shape(data))
     return [_static_or_computed(number, size) for number, size in zip(target_dims, result_dims, strict=True)]
 
 
@@ -294,8 +293,7 @@ def constant_of_shape(node: Node) -> relax.Expr:
         dims = list(dims_at_run_time(node, node.tensor(0), "filled_dim"))
         for dim in dims:
             node.require(as_expr(dim) >= 0, f"has a size of {dim}")
-    scalar = const(value.reshape(()))
-    return relax.op.broadcast_to(scalar, relax.ShapeExpr(dims))
+    return relax.op.broadcast_to(const(value.reshape(())), relax.ShapeExpr(dims))
 
 
 @converts("Squeeze")

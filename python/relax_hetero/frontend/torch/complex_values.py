@@ -215,8 +215,7 @@ def _angle(node: TorchNode, x: Complex) -> relax.Expr:
 
 @_rule("exp")
 def _exp(node: TorchNode, x: Complex) -> Complex:
-    scale = node.emit(relax.op.exp(x.real))
-    return _polar(node, scale, x.imaginary)
+    return _polar(node, node.emit(relax.op.exp(x.real)), x.imaginary)
 
 
 @_rule("polar")

@@ -469,8 +469,7 @@ def _max_pixels(conv: Convolution, vectors: int) -> int:
 
 
 def _make_panel(conv: Convolution, number: Expr, masks: Masks, next_panel: Expr) -> Panel:
-    width = conv.weight.layout.tile(0)
-    column = materialize(number * width)
+    column = materialize(number * conv.weight.layout.tile(0))
     channel: Expr = tirx.const(0, "int64")
     if conv.problem.groups > 1:
         channel = materialize(column // (conv.channels // conv.problem.groups) * conv.depth)

@@ -148,8 +148,7 @@ class _Kernel:
 
     def _single(self, index: int, number: Expr) -> Expr:
         """Element of the tail after the last vector; operands have the result's layout or are scalars."""
-        storage = self.operands[index]
-        return storage.data[number if self.alike[index] else _ZERO]
+        return self.operands[index].data[number if self.alike[index] else _ZERO]
 
     def _value(self, values: list[Expr]) -> Expr:
         typed = [storage.typed(value) for storage, value in zip(self.operands, values, strict=True)]

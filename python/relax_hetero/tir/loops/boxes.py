@@ -172,8 +172,7 @@ def _atoms(condition: Any) -> Iterable[Any]:
 
 def _breakpoints(atom: Expr, axes: Sequence[Axis], reduced: Sequence[Axis]) -> list[tuple[int, int]]:
     """Positions (axis, index) where a comparison may change for some value of the reduced axes."""
-    all_axes = [*axes, *reduced]
-    terms = detect_linear_equation(atom.a - atom.b, [axis.var for axis in all_axes])
+    terms = detect_linear_equation(atom.a - atom.b, [axis.var for axis in [*axes, *reduced]])
     if not terms or not all(isinstance(term, tirx.IntImm) for term in terms):
         return []
     numbers = [int(term) for term in terms]

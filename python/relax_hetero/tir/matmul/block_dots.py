@@ -339,8 +339,7 @@ class DotProduct(PanelProduct):
         self.panel = UnpackedPanel.allocate(self.reader, self.chain) if may_unpack else None
 
     def _allocate_row_sums(self, count: int) -> Expr:
-        form = self.spec.plan.form
-        if form.minimum:
+        if self.spec.plan.form.minimum:
             return scratch(count, "float32")
         return scratch(count, "int32") if self.reader.min_code else None
 
@@ -399,8 +398,7 @@ class DotProduct(PanelProduct):
         def at(_: OperandView, i: int, j: int) -> Coordinates:
             return {"m": rows[i], "n": tile.panel * spec.problem.panel + j * spec.lanes}
 
-        size = (tile.rows, spec.vectors)
-        spec.epilogue.prefetch("m", size, at)
+        spec.epilogue.prefetch("m", (tile.rows, spec.vectors), at)
         for i in range(tile.rows):
             for j in range(spec.vectors):
                 prefetch(spec.result.data, spec.result.address(at(spec.result, i, j)))

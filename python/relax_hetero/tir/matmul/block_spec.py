@@ -186,8 +186,7 @@ def emit_row_sums(
     def chain_sum(first: Expr, size: int) -> Expr:
         total = None
         for at in range(0, size, lanes):
-            mask = lane_mask(size - at, lanes)
-            value = let(lhs.load({"m": row, "k": first + at}, "k", lanes, mask))
+            value = let(lhs.load({"m": row, "k": first + at}, "k", lanes, lane_mask(size - at, lanes)))
             total = value if total is None else let(total + value)
         return over_lanes(total, lambda a, b: a + b, lanes) if lanes > 1 else total
 

@@ -90,8 +90,7 @@ class PanelReader:
     @staticmethod
     def of_columns(cpu: CpuTarget, view: View, plan: PanelPlan) -> PanelReader:
         """The reader of single columns: the argument `vector` of its methods is a column of the panel."""
-        reader = PanelReader.of(cpu, view, plan)
-        return replace(reader, lanes=1, tables=[])
+        return replace(PanelReader.of(cpu, view, plan), lanes=1, tables=[])
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -318,8 +318,7 @@ def _odd_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
     eight = constant(8, "int16", count)
     if dtype == "int8":
         return tirx.shift_right(pairs, eight)
-    vector = f"uint16x{count}"
-    shifted = tirx.shift_right(tirx.reinterpret(vector, pairs), constant(8, "uint16", count))
+    shifted = tirx.shift_right(tirx.reinterpret(f"uint16x{count}", pairs), constant(8, "uint16", count))
     return tirx.reinterpret(f"int16x{count}", shifted)
 
 

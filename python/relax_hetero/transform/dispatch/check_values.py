@@ -340,8 +340,7 @@ def _in_range(call: relax.Call, kernel: tirx.PrimFunc) -> list[_Operand]:
 
 def _each_axis(call: relax.Call) -> list[_Operand]:
     data, indices = call.args[:2]
-    fields = indices.ty.fields
-    return [operand for axis in range(len(fields)) for operand in _along(data, axis, 1, axis)]
+    return [operand for axis in range(len(indices.ty.fields)) for operand in _along(data, axis, 1, axis)]
 
 
 def _regions(call: relax.Call) -> list[_Operand]:

@@ -127,8 +127,7 @@ class _Splitter:
             operands = [values[var] for var in (*launch.reads, *launch.updates)]
             written_types = [*(values[buffer].ty for buffer in launch.updates), *written_types]
             if launch.updates:
-                first = len(launch.reads)
-                inplace_indices = [*range(first, len(operands)), *[-1] * len(launch.writes)]
+                inplace_indices = [*range(len(launch.reads), len(operands)), *[-1] * len(launch.writes)]
                 new = relax.call_tir_inplace(name, relax.Tuple(operands), inplace_indices, written_types)
             else:
                 new = relax.call_tir(

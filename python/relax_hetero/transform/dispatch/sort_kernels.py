@@ -92,8 +92,7 @@ def _sorted(
 ) -> relax.Expr:
     """The first `count` elements of each sorted line, all by default; the call itself if its length is symbolic."""
     data = call.args[0]
-    symbols = Symbols()
-    shape = tuple(map(symbols.dim, data.ty.shape.values))
+    shape = tuple(map(Symbols().dim, data.ty.shape.values))
     axis = int(call.attrs.axis) % len(shape)
     length = shape[axis]
     count = length if count is None else plain_extent(count)

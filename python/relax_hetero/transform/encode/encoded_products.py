@@ -62,8 +62,7 @@ class ProductWriter(Emitter):
         """Bind the value of the last binding, which is `result`, to the product's original variable `var` instead."""
         if len(shape_of(result) or []) > len(shape_of(var) or []):
             result = self.reshape(result, shape_of(var) or [], var.name)
-        last = self.bindings.pop()
-        self.bind(var, last.value)
+        self.bind(var, self.bindings.pop().value)
 
     def encode(self, x: relax.Expr, encoding: Encoding, name: str) -> relax.Var:
         """Encode `x`; the same operand and encoding give the same variable."""

@@ -80,8 +80,7 @@ def function_memory(
 ) -> FunctionMemory:
     """Memory that one function allocates. `func`: function of `mod`. `regions`: the module's command buffers."""
     walk = _MemoryWalk(mod, regions)
-    result = walk.body(func.body)
-    storages = walk.finished(set(flattened(result)))
+    storages = walk.finished(set(flattened(walk.body(func.body))))
     return FunctionMemory(
         name,
         storages,

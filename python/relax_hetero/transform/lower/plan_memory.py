@@ -122,8 +122,7 @@ class _Storage:
         bindings: list[relax.Binding] = []
         if not self.is_allocated:
             self.is_allocated = True
-            size = relax.ShapeExpr([self.nbytes])
-            storage = relax.op.memory.alloc_storage(size, device, scope, "uint8")
+            storage = relax.op.memory.alloc_storage(relax.ShapeExpr([self.nbytes]), device, scope, "uint8")
             bindings.append(relax.VarBinding(self.var, typed(storage, self.var.ty)))
         tensor = relax.op.memory.alloc_tensor(self.var, 0, shape, dtype, device)
         bindings.append(relax.VarBinding(binding.var, typed(tensor, binding.var.ty), binding.span))

@@ -300,8 +300,7 @@ class BindingDevices:
         """
         value = binding.value
         if is_transfer(binding):
-            target = self.device(binding.var)
-            return tuple(dict.fromkeys([target, *self._tensor_devices(value.args)]))
+            return tuple(dict.fromkeys([self.device(binding.var), *self._tensor_devices(value.args)]))
         if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) and op_name(value) not in OPAQUE_CALLS:
             return (self.device(value),)
         devices = [*self._tensor_devices([binding.var]), *sorted(self._used_devices(binding))]

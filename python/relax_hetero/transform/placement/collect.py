@@ -375,8 +375,7 @@ class _Collector(CallReader):
         for block in seq.blocks:
             start = len(records)
             for binding in block.bindings:
-                value = binding.value
-                record = Record(binding, binding.var, value, len(records))
+                record = Record(binding, binding.var, binding.value, len(records))
                 self.callees = record.callees
                 self.location = Location(self.name, record.var)
                 try:

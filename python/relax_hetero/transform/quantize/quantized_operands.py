@@ -92,8 +92,7 @@ def _read(expr: relax.Expr, perm: tuple[int, ...], free: int | None, block: Bloc
         axes = permutation(value)
         return _read(value.args[0], tuple(axes[d] for d in perm), free, block)
     if name == CAST and dtype in ("int32", "float32"):
-        source = str(value.args[0].ty.dtype)
-        if source not in (*_NARROW, "int32"):
+        if str(value.args[0].ty.dtype) not in (*_NARROW, "int32"):
             return None
         operand = _read(value.args[0], perm, free, block)
         return None if operand is None else replace(operand, is_float=dtype == "float32")

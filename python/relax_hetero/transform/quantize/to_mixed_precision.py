@@ -399,8 +399,7 @@ def _in_order(expr: relax.Expr) -> Iterator[relax.Binding]:
     if isinstance(expr, relax.SeqExpr):
         for block in expr.blocks:
             for binding in block.bindings:
-                value = binding.value
-                for sequence in _inner(value):
+                for sequence in _inner(binding.value):
                     yield from _in_order(sequence)
                 yield binding
 
@@ -608,8 +607,7 @@ class _Writer:
         names: dict[relax.Var, relax.Expr] = {}
         for var in used_vars(value):
             if var in self._replacements or (op_name(value) and self._low.is_rounded(var)):
-                low = self._narrow(var)
-                names[var] = self._emit(self._cast(low, WIDE_TYPE), f"{var.name}_{WIDE_TYPE}")
+                names[var] = self._emit(self._cast(self._narrow(var), WIDE_TYPE), f"{var.name}_{WIDE_TYPE}")
         return names
 
     def _cast(self, var: relax.Var, dtype: str) -> relax.Expr:

@@ -179,8 +179,7 @@ def _workgroups(name: str, func: tirx.PrimFunc, signature: RawSignature) -> int:
 
 
 def _element_alignment(dtype: str) -> int:
-    element = tvm.DataType(dtype)
-    return 1 << max(0, (element.bits + 7) // 8 - 1).bit_length()
+    return 1 << max(0, (tvm.DataType(dtype).bits + 7) // 8 - 1).bit_length()
 
 
 def with_region(host_function: tirx.PrimFunc, region: RegionSpec) -> tirx.PrimFunc:

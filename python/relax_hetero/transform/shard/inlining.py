@@ -25,8 +25,7 @@ def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
     """
     functions = dict(relax_functions(mod))
     called = _called(functions)
-    over_meshes = _over_meshes(functions, called)
-    inlined = {gv for gv in over_meshes if gv not in called[gv]}
+    inlined = {gv for gv in _over_meshes(functions, called) if gv not in called[gv]}
     callers = [gv for gv, callees in called.items() if callees & inlined]
     if not callers:
         return mod

@@ -99,8 +99,7 @@ def label_encoder(node: Node) -> relax.Expr:
         missing = node.attribute("default_float", -0.0)
     else:
         missing = node.attribute("default_int64", -1)
-    dtype = dtype_of(data)
-    return _look_up(node, data, _cast_keys(node, keys, dtype), values, missing)
+    return _look_up(node, data, _cast_keys(node, keys, dtype_of(data)), values, missing)
 
 
 def _cast_keys(node: Node, keys: np.ndarray, dtype: str) -> relax.Expr:

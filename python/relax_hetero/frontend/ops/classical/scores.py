@@ -50,8 +50,7 @@ def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
         return const(value, dtype)
 
     x = node.emit(scores * number(2) - number(1))
-    product = (number(1) - x) * (number(1) + x)
-    log = node.emit(relax.op.log(product))
+    log = node.emit(relax.op.log((number(1) - x) * (number(1) + x)))
     half = node.emit(number(2 / (3.14159 * 0.147)) + number(0.5) * log)
     inner = half * half - number(1 / 0.147) * log
     root = node.emit(relax.op.sqrt(relax.op.sqrt(inner) - half))

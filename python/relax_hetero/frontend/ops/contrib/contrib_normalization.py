@@ -90,8 +90,7 @@ def embed_layer_normalization(node: Node) -> relax.Expr:
     if node.has(8):
         positions = _rows(node, node.tensor(3), node.tensor(8))
     else:
-        length = dims[1]
-        numbers = node.emit(relax.op.arange(0, length, 1, "int64"))
+        numbers = node.emit(relax.op.arange(0, dims[1], 1, "int64"))
         rows = convert_node(node.as_op("Gather", [node.tensor(3), numbers], axis=0))
         positions = node.emit(relax.op.expand_dims(rows, [0]))
     total = node.emit(total + require_broadcast(node, positions, node.shape(total), "its positions"))

@@ -167,8 +167,7 @@ def _mix(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mixing
     dims = node.shape(data)
     rows: Dim = dims[0] if len(dims) == 2 else dims[0] * dims[1]
     flat = widened(node, node.emit(relax.op.reshape(data, [rows, dims[-1]])))
-    logits = node.tensor(1)
-    experts = node.shape(logits)[-1]
+    experts = node.shape(node.tensor(1))[-1]
     if not isinstance(experts, int):
         raise node.refusal(f"found {experts} experts, expected a known number")
     router_weights = _router_weights(node, rows, experts, mixing)
@@ -319,8 +318,7 @@ def _router_weights(node: Node, rows: Dim, experts: int, mixing: int) -> relax.E
 
 def _is_chosen(node: Node, logits: relax.Expr, count: int) -> relax.Expr:
     """Mask of the `count` experts with the highest logits; ties prefer lower indices."""
-    experts = node.shape(logits)[1]
-    other = te.reduce_axis((0, experts), "other")
+    other = te.reduce_axis((0, node.shape(logits)[1]), "other")
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
         logit, other_logit = x(*i), x(i[0], other)

@@ -156,8 +156,7 @@ def index(node: TorchNode, x: relax.Expr, indices: list[Any]) -> relax.Expr:
     axes, coordinates, rank = _coordinates(node, indices)
     if len(axes) == 1:
         return node.onnx("Gather", x, coordinates, axis=axes[0])
-    count = len(node.dims(x))
-    rest = [axis for axis in range(count) if axis not in axes]
+    rest = [axis for axis in range(len(node.dims(x))) if axis not in axes]
     if axes != list(range(len(axes))):
         x = node.emit(relax.op.permute_dims(x, [*axes, *rest]))
     result = node.onnx("GatherND", x, coordinates)

@@ -93,8 +93,7 @@ def mode(node: TorchNode, x: relax.Expr, dim: int = -1, keepdim: bool = False) -
     dtype = str(x.ty.dtype)
     data = node.cast(x, "int32") if dtype == "bool" else x
     data = data if node.dims(x) else node.reshape(data, [1])
-    rank = len(node.dims(data))
-    axis = node.axis(dim, rank)
+    axis = node.axis(dim, len(node.dims(data)))
     ordered, order = node.onnx("TopK", data, [node.dims(data)[axis]], outputs=2, axis=axis, largest=0)
     along = te.reduce_axis((0, as_expr(node.dims(data)[axis])), name="along")
 

@@ -28,8 +28,7 @@ from .filter_taps import FilterTaps
 
 def unsupported_reason(problem: ConvProblem) -> str:
     """Reason why `simt_conv_kernel` does not support a problem; empty if it does."""
-    spatial = range(2, len(problem.windows) + 2)
-    expected = PackedLayout((*spatial, 1, 0))
+    expected = PackedLayout((*range(2, len(problem.windows) + 2), 1, 0))
     if problem.weight.layout != expected:
         return f"the weight is stored as {problem.weight.layout}, expected {expected}"
     if problem.data.layout.inner_dims:

@@ -54,8 +54,7 @@ def position_of(number: Expr, loops: Sequence[Loop], counts: Sequence[Expr] | No
     `counts`: extents of the loops, by default their numbers of iterations.
     """
     extents = [_positive(count) for count in (counts or [loop.count for loop in loops])]
-    values = unravel(number, extents)
-    return {loop.var: value for loop, value in zip(loops, values, strict=True)}
+    return {loop.var: value for loop, value in zip(loops, unravel(number, extents), strict=True)}
 
 
 def _positive(extent: Expr) -> Expr:

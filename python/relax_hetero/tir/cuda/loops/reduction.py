@@ -354,8 +354,7 @@ class _BlockReduction:
             # Threads without a result compute the last one: all threads of a block must reach the barriers.
             clamped = number if is_whole else T.max(T.min(number, int64(units) - 1), int64(0))
             position = _scale_to_elements(position_of(clamped, spatial, counts) if spatial else {}, self._stored_box())
-            lanes = max(plan.lanes, plan.terms)
-            partials = init_partials(merge, lanes)
+            partials = init_partials(merge, max(plan.lanes, plan.terms))
             if isinstance(units, int):
                 if units:
                     self._accumulate(position, rank, partials)

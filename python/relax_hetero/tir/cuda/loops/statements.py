@@ -143,8 +143,7 @@ class _LoopBody:
         terms = detect_linear_equation(rest, names)
         if not terms or variables(terms[-1]) & self._inside:
             return None, zero
-        free = self._analyzer.simplify(terms[-1])
-        return free, self._analyzer.simplify(rest - terms[-1])
+        return self._analyzer.simplify(terms[-1]), self._analyzer.simplify(rest - terms[-1])
 
 
 def _reads(expr: Expr) -> bool:

@@ -155,8 +155,7 @@ class RowWriter:
             accumulators[chain] = neutral
 
         def visit(element: int, place: Expr, inside: Expr | None) -> None:
-            kept = self._keep(step, element)
-            value = self._evaluate(step.expression, element, kept)
+            value = self._evaluate(step.expression, element, self._keep(step, element))
             if inside is not None:
                 value = T.Select(inside, value, neutral)
             accumulators[accumulator_of(element)] = combine(accumulators[accumulator_of(element)], value)
