@@ -25,8 +25,7 @@ from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import HostBinding, bind_hosts
 from .calls import ClusterCall, bind, result_of, result_of_runs, untyped_signature
-from .cut.cluster_program import hosts_needed, program_of
-from .cut.compiled_program import load
+from .cut.cluster_program import hosts_needed, load, program_of
 from .payloads import pack
 from .replica import Callbacks, Replica
 from .route import routes_of
