@@ -308,11 +308,8 @@ def path_of_open_file(descriptor: int) -> str | None:
 
 # Libraries.
 
-LIBRARY_SUFFIX = ".dll" if IS_WINDOWS else ".dylib" if IS_MACOS else ".so"
-"""Suffix of shared libraries."""
-
-LIBRARY_SUFFIXES = (".so", ".dylib", ".dll")
-"""Suffixes of shared libraries on all systems."""
+LIBRARY_SUFFIX = ".dll" if IS_WINDOWS else ".dylib" if IS_MACOS else ".so"  # suffix of shared libraries
+LIBRARY_SUFFIXES = (".so", ".dylib", ".dll")  # suffixes of shared libraries on all systems
 
 LINK_OPTIONS = ("-shared", *(() if IS_WINDOWS else ("-fPIC",)), *(("-undefined", "dynamic_lookup") if IS_MACOS else ()))
 """Options of a C compiler that links a shared library, whose symbols of TVM are found when it is loaded."""

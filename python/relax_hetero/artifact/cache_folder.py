@@ -33,8 +33,7 @@ from .typed_data import read_json
 
 _log = logging.getLogger("relax_hetero")
 
-FOLDER_VARIABLE = "RELAX_HETERO_CACHE"
-"""Environment variable with the cache folder of this library, or ``off``."""
+FOLDER_VARIABLE = "RELAX_HETERO_CACHE"  # environment variable with the cache folder of this library, or ``off``
 LIMIT_VARIABLE = "RELAX_HETERO_CACHE_SIZE"
 """Environment variable with the maximum size of the folder: bytes, or ``500M``, ``20G``."""
 DEFAULT_LIMIT_BYTES = 10 << 30
@@ -48,8 +47,7 @@ _SUFFIXES = ("so", "json", "hits")
 _MAX_DESCRIPTION_BYTES = 1 << 20
 # Folders for which a warning was logged.
 _refused: set[Path] = set()
-_STALE_SECONDS = 3600.0
-"""Age of a draft after which its writer counts as dead."""
+_STALE_SECONDS = 3600.0  # age of a draft after which its writer counts as dead
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ from .signing import TRAILER_BYTES, changed, check_signed, verify, without_trail
 from .typed_data import read_json
 
 FORMAT_VERSION = 4
-WEIGHT_ALIGNMENT = 64
-"""Bytes of alignment on which kernels rely (TVM's kAllocAlignment)."""
+WEIGHT_ALIGNMENT = 64  # bytes of alignment on which kernels rely (TVM's kAllocAlignment)
 _MAGIC = b"rlxheter"
 _BODY = struct.Struct("<8sIIIQQQ")
 _CHECKSUM = struct.Struct("<I")

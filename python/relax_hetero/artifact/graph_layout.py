@@ -30,8 +30,7 @@ TICKET, ENTRIES = 0, 1
 # Words of the plan.
 RING, TABLE, CONSUMED_ADDRESS, BINDINGS = 0, 1, 2, 3
 
-FILLED_AT_ONCE = 32
-"""Number of table entries that one kernel takes as arguments and writes."""
+FILLED_AT_ONCE = 32  # number of table entries that one kernel takes as arguments and writes
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from .metadata import CPU, Metadata
 from .schedule import Schedule, Step
 from .signature import Dim
 
-PAGE = 4096
-"""Bytes to a multiple of which TVM's pool rounds buffers; it reuses only freed buffers of exactly that size."""
+PAGE = 4096  # bytes to a multiple of which TVM's pool rounds buffers; it reuses only freed buffers of exactly that size
 
 # Time: the step of a call, of a nested call, ..., the command. Tuples compare lexicographically, so the beginning
 # of a step precedes everything within it, and its end, which has infinity appended, follows everything.

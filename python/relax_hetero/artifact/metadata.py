@@ -38,8 +38,7 @@ def body_symbol(function: str) -> str:
     return BODY_PREFIX + function
 
 
-HIT, MISS, UNUSED = "hit", "miss", "unused"
-"""States of `CacheUse`."""
+HIT, MISS, UNUSED = "hit", "miss", "unused"  # states of `CacheUse`
 
 
 @dataclass(frozen=True)
@@ -321,8 +320,7 @@ class Metadata:
         return metadata
 
 
-_LISTED = {"signatures", "kernels"}
-"""Mappings that are lists in JSON, because their values have the names."""
+_LISTED = {"signatures", "kernels"}  # mappings that are lists in JSON, because their values have the names
 
 
 def device_names(devices: tuple[DeviceSpec, ...]) -> list[str]:

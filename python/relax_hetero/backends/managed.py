@@ -100,8 +100,7 @@ if TYPE_CHECKING:
     from ..artifact.device_code import DeviceCode, KernelLaunch, LaunchSequence
 
 
-_MAX_NAME = 60
-"""Maximum characters of a kernel's name in its text, without the number."""
+_MAX_NAME = 60  # maximum characters of a kernel's name in its text, without the number
 
 
 class ManagedBackend(Backend):

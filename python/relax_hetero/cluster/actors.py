@@ -14,12 +14,9 @@ from .node_info import check_versions, installed_versions
 from .payloads import Payload
 from .wire import Failure
 
-_POLL_SECONDS = 0.1
-"""Interval between checks for a closed cluster."""
-_ALIVE_SECONDS = 5.0
-"""Time within which a living actor answers."""
-_ACTOR_THREADS = 5
-"""Threads of an actor: one runs tasks, the others actor calls."""
+_POLL_SECONDS = 0.1  # interval between checks for a closed cluster
+_ALIVE_SECONDS = 5.0  # time within which a living actor answers
+_ACTOR_THREADS = 5  # threads of an actor: one runs tasks, the others actor calls
 
 
 @dataclass

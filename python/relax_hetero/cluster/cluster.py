@@ -31,10 +31,8 @@ from .replica import Callbacks, Replica
 from .route import routes_of
 from .wire import Message
 
-IN_FLIGHT_PER_HOST = 2
-"""Calls in flight per host of a replica: one runs while the next one is ready."""
-TIMEOUT = 60.0
-"""Default of `Cluster.timeout` in seconds."""
+IN_FLIGHT_PER_HOST = 2  # calls in flight per host of a replica: one runs while the next one is ready
+TIMEOUT = 60.0  # default of `Cluster.timeout` in seconds
 
 
 def _import_ray() -> Any:

@@ -30,25 +30,16 @@ from .wire import Message, MessageCodec
 
 _log = logging.getLogger("relax_hetero")
 
-CALLER = ""
-"""Name of the caller's process among those of hosts."""
-
-CONNECT_SECONDS = 30.0
-"""Time within which all processes of a replica are connected."""
+CALLER = ""  # name of the caller's process among those of hosts
+CONNECT_SECONDS = 30.0  # time within which all processes of a replica are connected
 
 _TOKEN_BYTES = 32
-_TOKEN_SECONDS = 5.0
-"""Time within which a process that has connected sends the token."""
-_INDEX = struct.Struct("<I")
-"""Index of the process that connects, which it sends after the token."""
-_SHARES, _SHARES_NOT = b"\1", b"\0"
-"""Answers within a node."""
-_HEADER = struct.Struct("<QQq")
-"""Number of the call, bytes of the body, and index of the block with the arrays."""
-_HEAD_BYTES = 512
-"""Bytes that are received at once: the header, and the body, if it is small."""
-_MAX_PIECES = 512
-"""Maximum pieces of one system call; Linux allows 1024."""
+_TOKEN_SECONDS = 5.0  # time within which a process that has connected sends the token
+_INDEX = struct.Struct("<I")  # index of the process that connects, which it sends after the token
+_SHARES, _SHARES_NOT = b"\1", b"\0"  # answers within a node
+_HEADER = struct.Struct("<QQq")  # number of the call, bytes of the body, and index of the block with the arrays
+_HEAD_BYTES = 512  # bytes that are received at once: the header, and the body, if it is small
+_MAX_PIECES = 512  # maximum pieces of one system call; Linux allows 1024
 _ACCEPT_MILLISECONDS = 100
 _BUFFER_BYTES = 4 << 20
 """Bytes of a Unix socket's buffer, where the system allows as many. A smaller one needs more switches of threads."""

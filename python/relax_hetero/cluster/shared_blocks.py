@@ -19,17 +19,11 @@ import numpy as np
 
 from ..vm.device.tensors import ALIGNMENT
 
-BLOCKS = 16
-"""Blocks of each direction: the messages that may wait for the receiver, such as those of calls in flight."""
-BLOCK_BYTES = 32 << 20
-"""Maximum bytes of a message's arrays in a block; larger messages go through the socket."""
-MIN_BYTES = 4 << 10
-"""Bytes from which arrays go through a block; fewer are faster in the socket."""
-NO_BLOCK = -1
-"""Index of a message whose arrays go through the socket."""
-
-_FLAGS_BYTES = mmap.PAGESIZE
-"""Bytes before the blocks: the first ones are 1 for each block that is in use."""
+BLOCKS = 16  # blocks of each direction: the messages that may wait for the receiver, such as those of calls in flight
+BLOCK_BYTES = 32 << 20  # maximum bytes of a message's arrays in a block; larger messages go through the socket
+MIN_BYTES = 4 << 10  # bytes from which arrays go through a block; fewer are faster in the socket
+NO_BLOCK = -1  # index of a message whose arrays go through the socket
+_FLAGS_BYTES = mmap.PAGESIZE  # bytes before the blocks: the first ones are 1 for each block that is in use
 _BYTES = _FLAGS_BYTES + 2 * BLOCKS * BLOCK_BYTES
 
 

@@ -21,8 +21,7 @@ from relax_hetero.frontend.onnx_report import onnx_report
 from relax_hetero.transform.ir.module_attrs import DEFAULTS
 from relax_hetero.vm.machine import VirtualMachine
 
-_MAX_PROGRAMS = 32
-"""Programs of one session; the oldest one is dropped."""
+_MAX_PROGRAMS = 32  # programs of one session; the oldest one is dropped
 
 _Key = tuple[Any, ...]
 

@@ -341,8 +341,7 @@ def _without_devices(arg: relax.Expr) -> relax.Expr:
 
 _log = logging.getLogger("relax_hetero")
 
-CHECKS = ("default", "strict")
-"""Levels of run-time checks; see `compile`."""
+CHECKS = ("default", "strict")  # levels of run-time checks; see `compile`
 
 
 @paused_garbage_collection()

@@ -20,8 +20,7 @@ from ..target.tiles import tile_columns
 from .block_formats import BlockFormat, split_numpy_rows
 from .block_panels import BlockSource, PanelPlan, Panels, Zeros, in_chunks, padded_to
 
-GROUP = 8
-"""Weights that the size of a block is a multiple of."""
+GROUP = 8  # weights that the size of a block is a multiple of
 
 
 def middle_of(bits: int) -> int:
@@ -51,8 +50,7 @@ NARROW_PLANES = {1: (1,), 2: (2,), 3: (2, 1)}
 MAX_FUSED_PAIRS, MAX_SUMMED_EXPERTS = 255, 16
 """Maximum pairs of a token and an expert, and experts of a token, of kernels of two products and of weighted sums."""
 
-FRAGMENT_COLUMNS = 16
-"""Columns in a fragment block."""
+FRAGMENT_COLUMNS = 16  # columns in a fragment block
 
 
 def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> np.ndarray:
@@ -159,8 +157,7 @@ def pack_fragment_blocks(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(padded.reshape(tiles, 2, 8, blocks).transpose(0, 3, 2, 1))
 
 
-_MAX_ZERO_POINT = 127
-"""The highest zero point that kernels subtract from 4-bit weights before they multiply."""
+_MAX_ZERO_POINT = 127  # the highest zero point that kernels subtract from 4-bit weights before they multiply
 
 
 _PART_TYPES = {"float16": "float16", "float32": "float32", "e8m0": "uint8", "e4m3": "uint8", "int8": "int8"}
@@ -282,8 +279,7 @@ def _as_float16_if_exact(values: np.ndarray) -> np.ndarray:
     return half if np.array_equal(half.astype("float32"), values) else values
 
 
-BlockLayout = Panels | Fragments
-"""Storage of the weights of a product."""
+BlockLayout = Panels | Fragments  # storage of the weights of a product
 
 
 def layout_of(weight: Sequence[Any], form: BlockFormat, depth: int) -> BlockLayout:

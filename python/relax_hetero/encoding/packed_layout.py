@@ -20,10 +20,8 @@ from ..target.element_types import bytes_of
 from .encoding import RHS, Encoding, IndexMap
 from .winograd import POINTS, WINDOW, positions, restore_windows, transform_windows
 
-SWIZZLED_BYTES = 128
-"""Bytes of a row of a swizzled tile: as wide as all banks of a GPU's shared memory."""
-CHUNK_BYTES = 16
-"""Unit of a swizzle, in bytes."""
+SWIZZLED_BYTES = 128  # bytes of a row of a swizzled tile: as wide as all banks of a GPU's shared memory
+CHUNK_BYTES = 16  # unit of a swizzle, in bytes
 _MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes
 _TEXT = re.compile(
     r"pack<outer=\[([0-9]{1,9}(?:, [0-9]{1,9})*)\] "

@@ -23,20 +23,14 @@ from typing import Any
 
 from ..errors import EncodingError
 
-PAGE = 64
-"""Tokens of a page."""
-
-EXPERT_COUNTS = "expert_counts_"
-"""Begin of the names of a language model's counters, before the number of the layer."""
+PAGE = 64  # tokens of a page
+EXPERT_COUNTS = "expert_counts_"  # begin of the names of a language model's counters, before the number of the layer
 
 TABLES = {False: "table_full", True: "table_window"}
 """Names of the page tables of layers that see all tokens (False), and of layers with a window (True)."""
 
-PAGE_TYPES = ("float16", "bfloat16", "float32", "int8")
-"""Element types that a cache may have."""
-
-ORDERS = ("rows", "lanes", "chunks")
-"""Orders of the keys of a page."""
+PAGE_TYPES = ("float16", "bfloat16", "float32", "int8")  # element types that a cache may have
+ORDERS = ("rows", "lanes", "chunks")  # orders of the keys of a page
 
 _SCALE_BYTES = 4
 

@@ -182,8 +182,7 @@ def _without_relu(term: Term) -> Term:
 _OPS_WITH_NUMBERS = ("add", "subtract", "multiply")
 _FORMULA_CONSTANTS = (-1.0, 0.0, 0.5, 1.0, 2.0)
 """Numbers of a formula, not measured on a model's data: they are the same in all its layers."""
-_BYTE_RANGE = 255.0
-"""Difference of the maximum and the minimum byte."""
+_BYTE_RANGE = 255.0  # difference of the maximum and the minimum byte
 
 
 def numbers_as_operands(expression: Expression, dtypes: Sequence[str]) -> tuple[Expression, list[np.ndarray]]:

@@ -13,11 +13,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger("relax_hetero")
 
-DELAY_SECONDS = 1.0
-"""Time before a task begins, in which a first text need not share the interpreter with it."""
+DELAY_SECONDS = 1.0  # time before a task begins, in which a first text need not share the interpreter with it
 _POLL_SECONDS = 0.05
-_awaited_work: list[None] = []
-"""An element for each `foreground` that runs."""
+_awaited_work: list[None] = []  # an element for each `foreground` that runs
 
 
 @contextmanager

@@ -28,18 +28,14 @@ if TYPE_CHECKING:
     from ..frontend.gguf.scaling import Calibration
     from ..frontend.paged_cache import PagedCache
 
-STEPS = 16
-"""Decode steps of a measured call, whose tokens stay on the device from one to the next."""
-_MAX_BYTES = 2 << 30
-"""Weights of measured layers, unless those of each kind have more."""
+STEPS = 16  # decode steps of a measured call, whose tokens stay on the device from one to the next
+_MAX_BYTES = 2 << 30  # weights of measured layers, unless those of each kind have more
 _MIN_LAYERS = 2
 _BATCHES = (1, 2, 4, 8, 16, 32)
-_MIN_CACHED = 16
-"""Tokens of a text in the measured decode steps, besides those of a chunk."""
+_MIN_CACHED = 16  # tokens of a text in the measured decode steps, besides those of a chunk
 _MIN_DIFFERENCE, _MIN_MEASURED_DIFFERENCE = 0.05, 0.2
 """Minimum expected or measured time that a longer cache adds to a step, as a fraction of it; less is noise."""
-_NO_TIME = 1e-3
-"""Ratio of products whose time is negligible."""
+_NO_TIME = 1e-3  # ratio of products whose time is negligible
 _MIN_SECONDS, _MAX_SECONDS, _MIN_CALLS = 0.5, 5.0, 3
 """Time of the measured calls, unless one call takes longer; and their number, unless they take too long."""
 

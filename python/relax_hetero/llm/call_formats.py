@@ -18,11 +18,9 @@ from .special_tokens import SpecialTokens
 from .structured_output import JSON_OPTIONS, pattern_rule
 
 Schemas = Mapping[str, Mapping[str, Any]]
-ANY_TEXT = r"/(?s:.*)/"
-"""Terminal of Lark."""
+ANY_TEXT = r"/(?s:.*)/"  # terminal of Lark
 _ALPHANUMERIC = string.ascii_letters + string.digits
-_MAX_REFERENCES = 16
-"""Number of references to follow from one schema to the next: some name themselves."""
+_MAX_REFERENCES = 16  # number of references to follow from one schema to the next: some name themselves
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,9 @@ from .speculation import StepTimes
 
 _log = logging.getLogger("relax_hetero")
 
-_PREFIXES = 4
-"""Number of texts that have ended to keep in the cache."""
-_MAX_LENGTH = 16
-"""Number of missing tokens up to which their cost is that of a draft."""
-_UNKNOWN_SECONDS = 1e-9
-"""Time of a chunk before any was measured: some, so that it counts as a beginning."""
+_PREFIXES = 4  # number of texts that have ended to keep in the cache
+_MAX_LENGTH = 16  # number of missing tokens up to which their cost is that of a draft
+_UNKNOWN_SECONDS = 1e-9  # time of a chunk before any was measured: some, so that it counts as a beginning
 
 
 @dataclass

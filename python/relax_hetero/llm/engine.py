@@ -25,10 +25,8 @@ from .special_tokens import NamingTokenizer
 from .speculation import Proposer
 from .structured_output import Grammars
 
-SPEED_WINDOW_SECONDS = 10.0
-"""Seconds over which `Statistics.tokens_per_second` is averaged."""
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""OpenAI's error code for prompts that do not fit into the context."""
+SPEED_WINDOW_SECONDS = 10.0  # seconds over which `Statistics.tokens_per_second` is averaged
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's error code for prompts that do not fit into the context
 _MAX_TTFT_SAMPLES = 100
 
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 
 from .sequence import Sequence
 
-_NGRAM = 3
-"""Number of last tokens to look up."""
-_MAX_INDEXED = 1 << 14
-"""Number of last tokens of a prompt that are indexed, which take about 150 bytes each."""
+_NGRAM = 3  # number of last tokens to look up
+_MAX_INDEXED = 1 << 14  # number of last tokens of a prompt that are indexed, which take about 150 bytes each
 
 
 class _Index:

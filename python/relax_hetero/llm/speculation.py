@@ -13,24 +13,15 @@ from typing import Protocol
 
 from .sequence import Sequence as Text
 
-_SMOOTHING = 0.25
-"""Weight of the latest value in averages of times."""
-_TOKEN = 0.1
-"""Weight of the latest token of a draft in its text's acceptance."""
-_FORGETTING = 1 / 64
-"""Weight of `_UNKNOWN` in the acceptance of drafts that do not pay, at each step without them."""
-_UNKNOWN = 0.6
-"""Acceptance of a proposer of which nothing is known."""
-_MARGIN = 1.03
-"""Minimum expected gain of a draft."""
-_LOSS = 0.01
-"""Fraction of the time of steps without drafts that drafts may lose."""
-_MIN_CREDIT, _MAX_CREDIT = 1, 4
-"""Steps that drafts may lose at first, and at most after they have paid."""
-_ROW = 0.15
-"""Time of a further row of a step, as a fraction of the step's, if it is not known."""
-_HORIZON = 128
-"""Maximum number of tokens over which the cost of a beginning is spread."""
+_SMOOTHING = 0.25  # weight of the latest value in averages of times
+_TOKEN = 0.1  # weight of the latest token of a draft in its text's acceptance
+_FORGETTING = 1 / 64  # weight of `_UNKNOWN` in the acceptance of drafts that do not pay, at each step without them
+_UNKNOWN = 0.6  # acceptance of a proposer of which nothing is known
+_MARGIN = 1.03  # minimum expected gain of a draft
+_LOSS = 0.01  # fraction of the time of steps without drafts that drafts may lose
+_MIN_CREDIT, _MAX_CREDIT = 1, 4  # steps that drafts may lose at first, and at most after they have paid
+_ROW = 0.15  # time of a further row of a step, as a fraction of the step's, if it is not known
+_HORIZON = 128  # maximum number of tokens over which the cost of a beginning is spread
 
 
 class StepTimes:

@@ -10,8 +10,7 @@ from tvm_ffi import libinfo
 from ..errors import BuildError
 
 _PACKAGE = Path(__file__).parents[1]
-CMAKE_FOLDER = _PACKAGE / "cmake"
-"""Folder of ``relax_hetero-config.cmake``."""
+CMAKE_FOLDER = _PACKAGE / "cmake"  # folder of ``relax_hetero-config.cmake``
 
 
 def include_folders() -> list[str]:

@@ -65,11 +65,8 @@ class DotInstruction:
 _VECTOR = ("avx512", "avx2", "sse", "neon")
 _ANY = (*_VECTOR, "generic")
 
-FLOAT32_FMA = DotInstruction("fma", _ANY, (), ("float32",) * 3, "fma")
-"""Multiply-adds of float32, which every CPU has."""
-
-INT32_MLA = DotInstruction("mla", _ANY, (), ("int32",) * 3, "fma", temporaries=2)
-"""Multiply-adds of int32."""
+FLOAT32_FMA = DotInstruction("fma", _ANY, (), ("float32",) * 3, "fma")  # multiply-adds of float32, which every CPU has
+INT32_MLA = DotInstruction("mla", _ANY, (), ("int32",) * 3, "fma", temporaries=2)  # multiply-adds of int32
 
 _U8S8 = ("uint8", "int8", "int32")
 _S8S8 = ("int8", "int8", "int32")

@@ -30,8 +30,7 @@ from .core.work_split import MIN_WORK, is_worth_tasks, unravel
 REFUSE = "relax_hetero.refuse"
 """The packed function that raises; its arguments are the number of a check, the value, the minimum and the end."""
 
-CHECKED = "relax_hetero.checked"
-"""On a PrimFunc: its results are in range, and an op may use them without clamping."""
+CHECKED = "relax_hetero.checked"  # on a PrimFunc: its results are in range, and an op may use them without clamping
 
 RANGE = "relax_hetero.range"
 """On a PrimFunc: an operand's number, another operand's, an axis of the latter, and an offset. The first operand's

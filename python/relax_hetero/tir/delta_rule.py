@@ -39,12 +39,9 @@ from .math.vector_math import silu
 DELTA_RULE = "relax_hetero.delta_rule"
 """On a PrimFunc for any device, of the rule or of its convolution: its `DeltaRuleProblem` as JSON."""
 
-_LANES = 32
-"""Maximum neighbouring columns of a matrix that are computed, and stored, together."""
-_CHANNELS = 256
-"""Channels of a task of the convolution."""
-_EPSILON = 1e-6
-"""Number that the squares of queries and keys are added to."""
+_LANES = 32  # maximum neighbouring columns of a matrix that are computed, and stored, together
+_CHANNELS = 256  # channels of a task of the convolution
+_EPSILON = 1e-6  # number that the squares of queries and keys are added to
 
 
 @dataclass(frozen=True)

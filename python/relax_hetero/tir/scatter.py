@@ -30,8 +30,7 @@ REDUCTIONS: dict[str, Callable[[Expr, Expr], Expr]] = {
 }
 """Functions of an element and its update."""
 
-_TASK_ELEMENTS = MIN_WORK["elements"]
-"""Elements that one task copies."""
+_TASK_ELEMENTS = MIN_WORK["elements"]  # elements that one task copies
 
 
 @dataclass(frozen=True)

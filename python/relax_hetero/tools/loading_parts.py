@@ -19,8 +19,7 @@ _MEANINGS = {
     CUDA_KERNELS: "compiling CUDA kernels",
     LINKING: "linking",
 }
-_PACKING_PASSES = {"FormQuantizedMatmuls", "HoistEncodings"}
-"""Passes that lay weights out anew."""
+_PACKING_PASSES = {"FormQuantizedMatmuls", "HoistEncodings"}  # passes that lay weights out anew
 
 
 class LoadingParts:

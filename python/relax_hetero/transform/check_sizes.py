@@ -417,8 +417,7 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-MAX_BYTES = 2**47
-"""Address space of a process: 128 TiB."""
+MAX_BYTES = 2**47  # address space of a process: 128 TiB
 
 
 def check_sizes(mod: tvm.IRModule) -> tvm.IRModule:

@@ -49,8 +49,7 @@ from .ir.rewriting import op_name, relax_functions, typed, with_args, with_funct
 # first needed that no variable has, and is shared by later users. Where only dimensions of extent 1 move it is a
 # reshape, which costs nothing, and a constant is permuted at compile time.
 
-_NOMINAL_EXTENT = 64
-"""Extent that comparisons of bytes assume for a symbolic dimension."""
+_NOMINAL_EXTENT = 64  # extent that comparisons of bytes assume for a symbolic dimension
 
 
 @dataclass
@@ -217,8 +216,7 @@ class Plan:
     build: Callable[[list[relax.Expr]], relax.Call]  # makes the call from operands in these orders
 
 
-Rule = Callable[[relax.Call, Axes], "Plan | None"]
-"""Takes a call and the order of its data (`data_operands`)."""
+Rule = Callable[[relax.Call, Axes], "Plan | None"]  # takes a call and the order of its data (`data_operands`)
 
 
 def plan_for(call: relax.Expr, axes: Axes) -> Plan | None:

@@ -25,12 +25,9 @@ _TRANSFERS = ("relax_hetero.to_device", "relax_hetero.stream_to_device")
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
 VM_OVERHEAD = "(allocation, shapes, bytecode)"
 """Symbol of the row of the virtual machine's own work: everything besides kernels and transfers."""
-TO_DEVICE = "to_device"
-"""Symbol of the rows of transfers to a device."""
-_MAX_ROWS = 40
-"""Rows that a notebook shows at once; the others are folded."""
-_RUN, _SKIP_RUN = 0, 1
-"""Return values of an instrument (TVM's `VMInstrumentReturnKind`)."""
+TO_DEVICE = "to_device"  # symbol of the rows of transfers to a device
+_MAX_ROWS = 40  # rows that a notebook shows at once; the others are folded
+_RUN, _SKIP_RUN = 0, 1  # return values of an instrument (TVM's `VMInstrumentReturnKind`)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ SIZES, SCALES = "relax_hetero.resize_sizes", "relax_hetero.resize_scales"
 AMBIGUOUS_TRANSFORMATIONS = ("align_corners", "pytorch_half_pixel", "tf_crop_and_resize")
 """Transformations that implementations define differently if scale * size is not an integer."""
 
-OUTSIDE = -1
-"""Tap index of an output element outside of the input, which is extrapolated."""
+OUTSIDE = -1  # tap index of an output element outside of the input, which is extrapolated
 
 
 BELOW_OR_ABOVE = "below_or_above"

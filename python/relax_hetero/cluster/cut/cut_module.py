@@ -55,8 +55,7 @@ class HostVar(NamedTuple):
     var: relax.Var
 
 
-Key: TypeAlias = "tuple[int, str]"
-"""Level and host of a step."""
+Key: TypeAlias = "tuple[int, str]"  # level and host of a step
 
 
 @dataclass
@@ -304,8 +303,7 @@ def _is_placeholder(ty: tvm.ir.Type) -> bool:
     return isinstance(ty, relax.ShapeType) and int(ty.ndim) == 0
 
 
-Hardware: TypeAlias = "tuple[str, int]"
-"""Kind of a device, and its index on its host."""
+Hardware: TypeAlias = "tuple[str, int]"  # kind of a device, and its index on its host
 
 
 def native_hardware(mod: tvm.IRModule) -> dict[str, list[Hardware]]:

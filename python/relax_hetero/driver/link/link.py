@@ -66,8 +66,7 @@ from .threads.worker_threads import with_launch_setters, worker_threads
 # process. Relax lacks loops, so passes before this one see an ordinary recursive function.
 
 _CHECK_BUILTINS = ("vm.builtin.match_shape", "vm.builtin.check_tensor_info", "vm.builtin.check_tuple_info")
-_STORE_TO_HEAP = 1
-"""Code of match_shape for an extent that it stores (MatchShapeCode::kStoreToHeap in TVM's sources)."""
+_STORE_TO_HEAP = 1  # code of match_shape for an extent that it stores (MatchShapeCode::kStoreToHeap in TVM's sources)
 
 
 @dataclass(frozen=True)

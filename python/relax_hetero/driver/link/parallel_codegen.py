@@ -19,8 +19,7 @@ from ...target.cpu_cores import num_cores
 from ...transform.ir.rewriting import with_functions
 from ...vm.device.interruptible import run_in_threads
 
-KERNELS_PER_MODULE = 4
-"""Fewer balance the load better, but each module repeats set-up worth about a tenth of a kernel."""
+KERNELS_PER_MODULE = 4  # fewer balance the load better, but each module repeats set-up worth about a tenth of a kernel
 
 Build = Callable[[Target, tvm.IRModule], tvm.runtime.Module]
 Progress = Callable[[str, int, int], None]
@@ -74,8 +73,7 @@ class _Counter:
         return library
 
 
-COMPACTION = "s_tir.CompactBufferAllocation"
-"""TVM's pass that `compact_blocks` takes the place of."""
+COMPACTION = "s_tir.CompactBufferAllocation"  # TVM's pass that `compact_blocks` takes the place of
 # Passes that change nothing in kernels of CPUs; finding that out takes a tenth of the time of TVM's pipeline.
 # LLVM removes what RemoveNoOp does, which takes another tenth.
 _IDLE_ON_CPUS = ("tirx.RemoveNoOp",) + tuple(

@@ -47,10 +47,8 @@ _HEAP, _NO_HEAP = "vm.builtin.alloc_shape_heap", "relax.null_value"
 _CHECK, _MATCH = "vm.builtin.check_tensor_info", "vm.builtin.match_shape"
 _SHARED = ("vm.builtin.make_prim_value", "vm.builtin.make_shape", "vm.builtin.tuple_getitem")
 """Calls whose results depend only on constants, sizes and types."""
-_MAKE_TENSOR = ("relax.vm.alloc_tensor", "vm.builtin.reshape")
-"""Calls that make a tensor of a given shape."""
-_STORE = 1
-"""The code by which `_MATCH` stores an extent (MatchShapeCode::kStoreToHeap in TVM's sources)."""
+_MAKE_TENSOR = ("relax.vm.alloc_tensor", "vm.builtin.reshape")  # calls that make a tensor of a given shape
+_STORE = 1  # the code by which `_MATCH` stores an extent (MatchShapeCode::kStoreToHeap in TVM's sources)
 
 
 def with_repeated_calls(mod: tvm.IRModule, names: Iterable[str]) -> tuple[tvm.IRModule, tuple[RepeatedCall, ...]]:

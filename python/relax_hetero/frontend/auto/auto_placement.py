@@ -83,8 +83,7 @@ _MAX_TIME_RATIO = 0.9
 # Default limit in percent of a GPU's memory; the driver, kernels and other calls in flight need the rest.
 _GPU_MEMORY_PERCENT = 85
 
-MemoryLimit: TypeAlias = int | str | Mapping[str, int | str]
-"""Type of `memory_limit` in `auto_placement`."""
+MemoryLimit: TypeAlias = int | str | Mapping[str, int | str]  # type of `memory_limit` in `auto_placement`
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,8 @@ from typing import Protocol
 from .cost_model import CostModel
 from .work_graph import OUTSIDE, WorkGraph, WorkValue
 
-TICKS = 1e12
-"""Ticks per second."""
-
-PADDING = 1.02
-"""Factor of packed weights, which are padded to whole tiles."""
+TICKS = 1e12  # ticks per second
+PADDING = 1.02  # factor of packed weights, which are padded to whole tiles
 
 WINOGRAD_SIZE_RATIO = 16 / 9
 """Winograd's F(2x2, 3x3), which CPU convolutions may use, stores 16 numbers for a filter of 9."""

@@ -19,8 +19,7 @@ OUTSIDE = -1
 NamesOf = Callable[[relax.Var], str]
 Loops: TypeAlias = "Mapping[tvm.ir.GlobalVar, Sequence[relax.Binding]]"
 
-_MAX_TRIPS = 2**32
-"""Exporters write larger numbers for loops that a condition ends."""
+_MAX_TRIPS = 2**32  # exporters write larger numbers for loops that a condition ends
 
 
 class Work(NamedTuple):

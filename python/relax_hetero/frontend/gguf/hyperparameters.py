@@ -35,15 +35,12 @@ _YARN_FACTORS = {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor
 """Keys of factors of YaRN's magnitude, with their defaults."""
 _UNNORMED_EXPERTS = 128
 """Number of experts that identifies the Llama 4 without norms of queries and keys, as in llama.cpp."""
-POOLINGS = ("mean", "cls", "last")
-"""Poolings by their number in a file, from 1 on."""
+POOLINGS = ("mean", "cls", "last")  # poolings by their number in a file, from 1 on
 _EPSILONS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
 """Keys of the epsilon of norms by their kind."""
-_MAX_INT32 = (1 << 31) - 1
-"""Maximum of counts: positions, tokens and sizes are int32."""
+_MAX_INT32 = (1 << 31) - 1  # maximum of counts: positions, tokens and sizes are int32
 _TINY, _HUGE = float(np.finfo("float32").tiny), float(np.finfo("float32").max)
-MAX_LAYERS = 10_000
-"""A file with more layers is damaged."""
+MAX_LAYERS = 10_000  # a file with more layers is damaged
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from ..auto.cost_model import CostModel
 KERNELS = {"embd": 1, "inputs": 4, "attn": 5, "ffn": 4, "router": 3, "experts": 2, "output": 2}
 """Approximate number of kernels of a part on a GPU, where launches take the longest."""
 
-_OPERATIONS = 2.0
-"""Operations of a multiply-add."""
+_OPERATIONS = 2.0  # operations of a multiply-add
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from tvm import relax
 from .feed_forward_graph import FeedForwardGraph
 from .graph_ops import scalar
 
-_LEAST_SQUARE = 1e-5
-"""Least mean of squares of a new stream."""
+_LEAST_SQUARE = 1e-5  # least mean of squares of a new stream
 
 
 class ResidualGraph(FeedForwardGraph):

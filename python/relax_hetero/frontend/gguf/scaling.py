@@ -35,13 +35,11 @@ from .hyperparameters import Hyperparameters
 from .part_costs import KERNELS, Part, Step
 from .place_layers import LayerProblem
 
-_STEPS = 6
-"""Simulated decode steps; the first half fills the pipeline."""
+_STEPS = 6  # simulated decode steps; the first half fills the pipeline
 
 MAX_STAGES = 32
 
-_SUMMED_PARTS = ("attn", "ffn", "experts")
-"""Parts whose results the devices of a group add."""
+_SUMMED_PARTS = ("attn", "ffn", "experts")  # parts whose results the devices of a group add
 
 GPU_TRANSFER_SECONDS = 25e-6
 """Time from a kernel's end on a GPU to the next kernel's begin on another one, with a small copy between them.

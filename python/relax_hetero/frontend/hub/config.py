@@ -113,8 +113,7 @@ _REQUIRED: dict[str, Any] = {
 _ROPE_KINDS = ("default", "proportional", "linear", "yarn", "llama3", "longrope", "su", "dynamic", "mrope")
 _GATING_FUNCTIONS = {"softmax": 1, "sigmoid": 2}
 _MAX_NUMBER = 1e30
-_UNROTATED = 1e30
-"""Divisor of the frequencies of elements that are not rotated, as in GGUF files."""
+_UNROTATED = 1e30  # divisor of the frequencies of elements that are not rotated, as in GGUF files
 _MAX_HEAD_SIZE = 1 << 16
 
 

@@ -94,8 +94,7 @@ def _name_of(folder: Path) -> str:
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """Beginnings of the names of a text model's tensors, which mean "model."; the first that fits counts."""
-_WITHOUT_PREFIX = re.compile(r"^(layers|embed_tokens|norm)\.")
-"""Names of a model without a head, which lack the prefix."""
+_WITHOUT_PREFIX = re.compile(r"^(layers|embed_tokens|norm)\.")  # names of a model without a head, which lack the prefix
 _UNUSED = re.compile(
     r"^(bert\.)?pooler\.|^cls\.|position_ids$|\.(attn|attention)\.bias$"
     r"|vision|visual|multi_modal|mm_proj|audio|embed_vision|rotary_emb\.inv_freq$|\.masked_bias$|(^|\.)mtp\."
@@ -103,8 +102,7 @@ _UNUSED = re.compile(
 )
 """Tensors of pictures and sounds, of further tokens, constants, and scales of activations, which stay floats."""
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?=\.)")
-"""Number of a layer in a name."""
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?=\.)")  # number of a layer in a name
 _ACTIVATION = re.compile(r"^model\.layers\.(\d+)\.mlp\.act_fn\.(alpha_n|alpha_p|beta|eps)$")
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.(weight|bias|scale)$")
 _RENAMED = (

@@ -21,8 +21,7 @@ from .functions import FunctionTable, function_of, function_table
 
 # Converters take ops that an opset deprecates; the checker refuses them with this message.
 _DEPRECATED = re.compile(r"Op registered for (\w+) is deprecated")
-_UNCHECKED = frozenset({"SimplifiedLayerNormalization"})
-"""Ops of the standard domain that only ONNX Runtime defines."""
+_UNCHECKED = frozenset({"SimplifiedLayerNormalization"})  # ops of the standard domain that only ONNX Runtime defines
 _EARLY_OPS = {"LayerNormalization": 17, "MeanVarianceNormalization": 9, "ThresholdedRelu": 10}
 """Ops that ONNX Runtime also has in opsets before the one that defines them."""
 _UNCHECKED_DOMAIN = "relax_hetero.unchecked"

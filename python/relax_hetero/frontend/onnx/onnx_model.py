@@ -135,8 +135,7 @@ def _node_title(node: onnx.NodeProto, index: int) -> str:
     return f"{node.name or f'{node.op_type}_{index}'!r} ({node.op_type})"
 
 
-ModelSource: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
-"""Forms of a model that users may pass."""
+ModelSource: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"  # forms of a model that users may pass
 
 # Identifier of ONNX Runtime's ORT format, at byte 4.
 _ORT_FORMAT = b"ORTM"

@@ -120,8 +120,7 @@ def _shape_of(param: relax.Var | None) -> list[tirx.PrimExpr] | None:
     return list(shape.values) if isinstance(shape, relax.ShapeExpr) else None
 
 
-NO_CONVERTER = "no converter takes this op"
-"""Beginning of the reason for nodes whose op cannot be imported in any form."""
+NO_CONVERTER = "no converter takes this op"  # beginning of the reason for nodes whose op cannot be imported in any form
 
 
 def no_converter(node: NodeInfo) -> str:

@@ -21,17 +21,10 @@ from ...op.require import MET, as_condition, requirement
 from ...tir.checks import RANGE
 from ..import_limits import budget
 
-Dim: TypeAlias = "int | tirx.Expr"
-"""A dimension: an integer, or an int64 expression over symbolic sizes."""
-
-Position: TypeAlias = "tuple[tirx.Expr, ...]"
-"""Indices of an element in a kernel."""
-
-STANDARD = ""
-"""Domain of standard ops."""
-
-STANDARD_DOMAINS = (STANDARD, "ai.onnx")
-"""Domains of operators whose name means "the ONNX standard"."""
+Dim: TypeAlias = "int | tirx.Expr"  # a dimension: an integer, or an int64 expression over symbolic sizes
+Position: TypeAlias = "tuple[tirx.Expr, ...]"  # indices of an element in a kernel
+STANDARD = ""  # domain of standard ops
+STANDARD_DOMAINS = (STANDARD, "ai.onnx")  # domains of operators whose name means "the ONNX standard"
 
 
 @dataclass

@@ -10,11 +10,8 @@ from .node import Node
 from .required_sizes import as_expr, require_shape
 from .table import convert_node, converts
 
-PREVIEW = "ai.onnx.preview"
-"""Domain of experimental ops."""
-
-_OLDEST = 15
-"""First opset whose `Shape` has the attributes that the bodies use."""
+PREVIEW = "ai.onnx.preview"  # domain of experimental ops
+_OLDEST = 15  # first opset whose `Shape` has the attributes that the bodies use
 
 
 @converts("FlexAttention", domain=PREVIEW)

@@ -21,8 +21,7 @@ _MULTIPLIER = 0xD256D193
 _KEY_STEP = 0x9E3779B9
 _ROUNDS = 10
 
-Words = tuple[tirx.Expr, tirx.Expr]
-"""Two independent uniform 32-bit integers, in uint64."""
+Words = tuple[tirx.Expr, tirx.Expr]  # two independent uniform 32-bit integers, in uint64
 
 
 def _word(value: tirx.Expr) -> tirx.Expr:

@@ -27,8 +27,7 @@ from .quantization import quantized_and_back
 from .required_sizes import as_expr, renamed, require_equal, require_shape
 from .table import converts
 
-MAX_STEPS = 1024
-"""Longer sequences become a loop."""
+MAX_STEPS = 1024  # longer sequences become a loop
 
 QUANTIZES = "quantizes_operands"
 """Internal attribute: the data and states are quantized to uint8 over their range before each product."""

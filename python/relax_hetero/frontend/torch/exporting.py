@@ -323,8 +323,7 @@ def _axis_names(spec: Any, value: Any) -> Iterator[tuple[Any, dict[int, str]]]:
             yield from _axis_names(inner_spec, inner)
 
 
-PER_KEY = 1
-"""Type of a mask (batch, keys); others have the shape of the scores, or (queries, keys)."""
+PER_KEY = 1  # type of a mask (batch, keys); others have the shape of the scores, or (queries, keys)
 
 
 def fast_path_decompositions(torch: Any) -> dict[Any, Callable[..., Any]]:

@@ -45,8 +45,7 @@ from .tools import AnswerFormats
 
 _T = TypeVar("_T")
 LOG = logging.getLogger(__name__)
-GRACE_SECONDS = 10.0
-"""Time after the time limit of a stream in which its client may read the rest."""
+GRACE_SECONDS = 10.0  # time after the time limit of a stream in which its client may read the rest
 
 
 async def complete_answer(choices: Choices, response_format: ResponseFormat, http: HttpRequest) -> Response:

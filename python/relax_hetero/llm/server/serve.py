@@ -24,10 +24,8 @@ from .app import Settings, make_app
 from .embeddings import EncoderProtocol
 from .limits import Limits
 
-_OTHER_FILES = 128
-"""Open files of the process besides connections."""
-GRACE_SECONDS = 10
-"""Time that answers get to end when the server stops."""
+_OTHER_FILES = 128  # open files of the process besides connections
+GRACE_SECONDS = 10  # time that answers get to end when the server stops
 
 
 class Connections:

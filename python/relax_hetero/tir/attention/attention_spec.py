@@ -51,15 +51,13 @@ AMX_BLOCK_KEYS = 256
 # Forms of instructions that multiply pairs of neighbours in memory.
 _PAIRED_FORMS = ("bf16_dot", "f16_sums")
 
-Coordinates = Mapping[str, Expr]
-"""A position by the names of iteration dimensions, int64; missing names are at 0."""
+Coordinates = Mapping[str, Expr]  # a position by the names of iteration dimensions, int64; missing names are at 0
 
 
 class HeadsView(View):
     """A parameter of an attention kernel whose elements are addressed by iteration coordinates; see `View`."""
 
-    _materialize = staticmethod(materialize)
-    """Function that makes a stride a value that is computed once."""
+    _materialize = staticmethod(materialize)  # function that makes a stride a value that is computed once
 
     def __init__(
         self,

@@ -44,8 +44,7 @@ class KeyValueSource(ABC):
     size: Expr
     is_first: Expr  # whether the online softmax of rows begins with the block
 
-    is_padded = False
-    """True if panels are read as a whole, keys that no row sees included."""
+    is_padded = False  # True if panels are read as a whole, keys that no row sees included
 
     @abstractmethod
     def pack(self) -> None:

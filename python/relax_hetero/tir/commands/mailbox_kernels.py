@@ -21,14 +21,12 @@ from ..cuda.core import ptx
 from ..cuda.core.launch import enable_pdl, launch, local
 from .command_list import ADDRESS, ADDRESS_TEXT
 
-WORD = 4
-"""Values are copied in words; the bytes of each are a multiple of it."""
+WORD = 4  # values are copied in words; the bytes of each are a multiple of it
 
 _THREADS = 1024
 _LANES = 16  # words of a vector on CPUs
 
-_SPINS = 1 << 28
-"""Number of times that a CPU reads the flag of a mailbox before it asks whether the GPU works."""
+_SPINS = 1 << 28  # number of times that a CPU reads the flag of a mailbox before it asks whether the GPU works
 
 _AWAIT, _SET = "relax_hetero.await_flag", "relax_hetero.set_flag"
 AWAIT_SLOWLY = "relax_hetero.await_mailbox"

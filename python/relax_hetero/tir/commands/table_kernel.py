@@ -33,8 +33,7 @@ from tvm_ffi import structural_map
 from ..core.walks import nodes
 from ..cuda.core.ptx import is_griddepcontrol_wait, is_launch_dependents
 
-MAX_ENTRIES = 4096
-"""Maximum number of entries of a table; the unchecked extent of its buffer."""
+MAX_ENTRIES = 4096  # maximum number of entries of a table; the unchecked extent of its buffer
 
 _TABLE_TYPE = tvm.ir.PointerType(tvm.ir.PrimType("int64"), "global")
 

@@ -48,8 +48,7 @@ from .conv_spec import Convolution, split_rows
 # Data are read in place if nothing is padded. Otherwise a task copies the rows of the image that a block of the result
 # needs, with zeros for the padding, once for all output channels and taps.
 
-GROUP_BYTES = 4
-"""Bytes of a group of k0 neighbouring input channels, for every type."""
+GROUP_BYTES = 4  # bytes of a group of k0 neighbouring input channels, for every type
 
 # Steps that fill less of a tile are slower than vectors.
 MIN_STEP_BYTES = 16

@@ -13,8 +13,7 @@ from math import prod
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import ConvProblem, Dim, MatmulProblem, Operand
 
-IMAGE_CHANNELS = 4
-"""Channels of a pixel of an image as GPUs store it; the last may be padding."""
+IMAGE_CHANNELS = 4  # channels of a pixel of an image as GPUs store it; the last may be padding
 
 
 def as_product(problem: ConvProblem) -> MatmulProblem | None:

@@ -152,8 +152,7 @@ def store_pixels(
             conv.result.store(at, "n", conv.epilogue.result_at(value(t, j), at, masks[j]), conv.lanes, masks[j])
 
 
-SYMBOLIC_EXTENT_GUESS = 64
-"""Guess for a symbolic spatial extent."""
+SYMBOLIC_EXTENT_GUESS = 64  # guess for a symbolic spatial extent
 
 
 def split_rows(conv: Convolution, panels: int, macs: int, max_width: int | None = None) -> Split:

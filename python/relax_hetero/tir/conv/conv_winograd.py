@@ -52,10 +52,8 @@ from ..microkernel.microkernel import VectorTile
 from .conv_spec import Convolution
 from .winograd_plan import Plan, Shape, make_plan
 
-MAX_UNROLLED_CHANNELS = 8
-"""Maximum number of input channels of a step of a product."""
-LINE_ELEMENTS = CACHE_LINE_BYTES // 4
-"""float32 elements of a cache line."""
+MAX_UNROLLED_CHANNELS = 8  # maximum number of input channels of a step of a product
+LINE_ELEMENTS = CACHE_LINE_BYTES // 4  # float32 elements of a cache line
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from ...encoding.problem import Window
 from ..core.builder import Expr, int64, materialize
 from .conv_geometry import Segment, Taps, segments_of
 
-NARROW = 4
-"""Pixels of the tiles between the wide ones and single pixels."""
+NARROW = 4  # pixels of the tiles between the wide ones and single pixels
 
 
 def row_segments(window: Window, extent: Expr, places: Expr, max_width: int) -> list[Segment]:

@@ -16,20 +16,15 @@ from ..core.builder import ceil_div
 from ..core.work_split import tasks_for
 
 BLOCK_TILES = 24
-BLOCK_BYTES = 7 << 17
-"""Maximum bytes of the transformed data of a block."""
+BLOCK_BYTES = 7 << 17  # maximum bytes of the transformed data of a block
 MAX_ROWS = 14
-SYMBOLIC_TILES_GUESS = 196
-"""Guess for a symbolic number of tiles: an image of 28 x 28 pixels."""
+SYMBOLIC_TILES_GUESS = 196  # guess for a symbolic number of tiles: an image of 28 x 28 pixels
 
 TRANSFORM_COST = {2: 140, 4: 700}
 """Cost of a forward or inverse transform of a vector of a tile, by m, in multiply-adds of vectors."""
-PANEL_READ_ROWS = 12
-"""Cost of reading a panel from L3 for each block, in rows of a product."""
-COLD_BYTE_COST = 0.12
-"""Extra cost of the first read of a byte of the weights, in multiply-adds of vectors."""
-DIRECT_EFFICIENCY = 0.93
-"""Fraction of the peak of multiply-adds that the direct kernel reaches."""
+PANEL_READ_ROWS = 12  # cost of reading a panel from L3 for each block, in rows of a product
+COLD_BYTE_COST = 0.12  # extra cost of the first read of a byte of the weights, in multiply-adds of vectors
+DIRECT_EFFICIENCY = 0.93  # fraction of the peak of multiply-adds that the direct kernel reaches
 # Measured on a Zen 4 with AVX-512, one and two threads, weights not in the caches: the estimates are within 25 % of the
 # times of 30 shapes of 7 x 7 to 224 x 224 pixels and 16 to 1,024 channels.
 

@@ -15,14 +15,9 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import Dim
 
-CACHE_LINE_BYTES = 64
-"""Bytes of a cache line, which a prefetch fetches."""
-
-Expr = Any
-"""A PrimExpr, or a number where TVM takes one."""
-
-Masks = Sequence[Expr | None]
-"""The masks of the existing lanes of some vectors; None: all lanes."""
+CACHE_LINE_BYTES = 64  # bytes of a cache line, which a prefetch fetches
+Expr = Any  # a PrimExpr, or a number where TVM takes one
+Masks = Sequence[Expr | None]  # the masks of the existing lanes of some vectors; None: all lanes
 
 
 _register_scope: ContextVar[str] = ContextVar("_register_scope", default="global")

@@ -17,8 +17,7 @@ from ...target.element_types import bytes_of
 from .builder import Expr, Function, ceil_div, int64, lane_of, plain_extent, vector_type, zeros
 from .view import View, row_major
 
-EMPTY = tirx.const(False, "bool")
-"""The mask of no lanes."""
+EMPTY = tirx.const(False, "bool")  # the mask of no lanes
 
 
 class PackedStorage(View):

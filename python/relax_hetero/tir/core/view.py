@@ -91,8 +91,7 @@ def row_major(extents: Sequence[Expr], product: Callable[[Expr, Expr], Expr]) ->
     return strides[::-1]
 
 
-Coordinates = Mapping[str, Expr]
-"""A position in the iteration space: an int64 expression for each iteration dimension."""
+Coordinates = Mapping[str, Expr]  # a position in the iteration space: an int64 expression for each iteration dimension
 
 
 class OperandView(View):

@@ -23,10 +23,8 @@ from .core.launch import at_least_one
 from .core.storage_position import THREADS, common_lanes, empty_launch, innermost, position_of, run_length
 from .core.vectors import MAX_LANES, VectorRegisters
 
-THREAD_VECTORS = 2
-"""Vectors per thread, if there are enough to occupy the GPU."""
-RESIDENT_THREADS_PER_SM = 2048
-"""Resident threads per multiprocessor."""
+THREAD_VECTORS = 2  # vectors per thread, if there are enough to occupy the GPU
+RESIDENT_THREADS_PER_SM = 2048  # resident threads per multiprocessor
 _ZERO = tirx.const(0, "int64")
 
 

@@ -38,8 +38,7 @@ from .core.storage_position import (
 )
 from .core.vectors import VectorRegisters
 
-TILE_EXTENT = 64
-"""Rows and columns of a tile in shared memory; half of it for elements of 8 bytes."""
+TILE_EXTENT = 64  # rows and columns of a tile in shared memory; half of it for elements of 8 bytes
 MAX_GATHERED_RUN = 8
 """Maximum run length of the destination that is gathered: tiles of so short runs would be mostly empty."""
 

@@ -21,11 +21,8 @@ AFTER_NCCL = "relax_hetero.after_nccl"
 """On a PrimFunc that NCCL's kernels precede: the number of the collective among those of the function, the GPU's rank,
 and the indices of the mesh's devices."""
 
-NCCL_SUM = "relax_hetero.nccl_sum"
-"""On the kernel of each GPU after a sum: JSON of a `RankReduce`."""
-
-EXCHANGE = "relax_hetero.exchange"
-"""On the kernel of each GPU after an exchange: the exchange's `Exchange.description`."""
+NCCL_SUM = "relax_hetero.nccl_sum"  # on the kernel of each GPU after a sum: JSON of a `RankReduce`
+EXCHANGE = "relax_hetero.exchange"  # on the kernel of each GPU after an exchange: the exchange's `Exchange.description`
 
 _THREADS = 512
 _MAX_THREADS = 1024
@@ -106,11 +103,8 @@ __device__ __forceinline__ void rh_token(float* token) { if (blockIdx.x == 0 && 
 """
 )
 
-Form = tuple[Sequence[int], str]
-"""Shape and type of a tensor."""
-
-_TOKEN: Form = ([1], "float32")
-"""Result of a kernel before NCCL's, which orders the kernel after them."""
+Form = tuple[Sequence[int], str]  # shape and type of a tensor
+_TOKEN: Form = ([1], "float32")  # result of a kernel before NCCL's, which orders the kernel after them
 
 
 def stage_kernel(own: RankReduce, after: Form) -> tirx.PrimFunc:

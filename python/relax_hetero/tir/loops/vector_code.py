@@ -20,8 +20,7 @@ from .stages import Load, loads, node_count, sources, variables, with_loads
 Slots = Mapping[tirx.Buffer, tirx.Buffer]
 """Registers by the buffer whose values they have: memory with an element for each lane."""
 
-LANE = tirx.Var("lane", "int64")
-"""The variable of the lane number in expressions."""
+LANE = tirx.Var("lane", "int64")  # the variable of the lane number in expressions
 
 # Functions that TVM's vectorizer scalarizes, but whose vectors the build lowers.
 _VECTOR_FUNCTIONS = frozenset(f"tirx.{name}" for name in "erf log1p asin acos atan asinh acosh atanh nearbyint".split())

@@ -43,17 +43,10 @@ from .block_spec import BlockSpec, PanelProduct, RowBlock, for_columns, store_ro
 MIN_ROWS = 16
 """Minimum number of rows of a matrix for AMX, unless all prefill of the only matrix needs the same order of sums."""
 
-_TERM_BLOCK_BYTES = 3 << 19
-"""Bytes of the terms of a block of rows: most of the L2 cache."""
-
-_TERMS = {8: 1, 16: 2}
-"""Number of bfloat16 terms of activations and of weights with scales, by `activation_bits`."""
-
-_PLAIN_TERMS = 3
-"""Number of bfloat16 terms of activations that plain weights multiply, which make up a float32."""
-
-_STEP = 2 * TILE_ROWS
-"""Number of weights of a column that a tile multiplies at once."""
+_TERM_BLOCK_BYTES = 3 << 19  # bytes of the terms of a block of rows: most of the L2 cache
+_TERMS = {8: 1, 16: 2}  # number of bfloat16 terms of activations and of weights with scales, by `activation_bits`
+_PLAIN_TERMS = 3  # number of bfloat16 terms of activations that plain weights multiply, which make up a float32
+_STEP = 2 * TILE_ROWS  # number of weights of a column that a tile multiplies at once
 
 
 def amx_for_blocks(spec: BlockSpec, cpu: CpuTarget) -> AmxInstruction | None:

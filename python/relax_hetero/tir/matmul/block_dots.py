@@ -138,8 +138,7 @@ class UnpackedPanel:
 # A number is ``scale * (256 * high + low)``, two signed bytes with a product each, or ``scale * high``, half of the
 # work. The error is at most 1/65,024 of the largest number of the chain, or 1/254.
 
-_MAX_INTEGER = {1: 127, 2: 127 * 256}
-"""Largest magnitude of a quantized number, by its bytes."""
+_MAX_INTEGER = {1: 127, 2: 127 * 256}  # largest magnitude of a quantized number, by its bytes
 
 _MIN_MAGNITUDE = 1e-30
 """A chain whose numbers are all smaller becomes zeros: the reciprocal of its scale would overflow float32."""
@@ -262,8 +261,7 @@ to the largest number of the chain. (Formats of files have scales for 16 or 32 w
 _ROWS = 8
 """Rows of a register tile, with a sum for each byte of an activation. (Measured: 6 and 12 are slower by 2 to 15 %.)"""
 
-_UNROLLED_WEIGHTS = 32
-"""Maximum number of weights of a chain whose steps are unrolled; longer chains are loops."""
+_UNROLLED_WEIGHTS = 32  # maximum number of weights of a chain whose steps are unrolled; longer chains are loops
 
 MIN_UNPACKED_ROWS = {1: 24, 2: 8}
 """Minimum number of rows for which panels are unpacked first, by bytes of an activation. (Measured on a Zen 5: 8 to 16

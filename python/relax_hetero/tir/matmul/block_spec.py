@@ -24,8 +24,7 @@ from .weight_unpacking import PanelReader
 # that of a sum of shorter sums with its square root. Few rows add up several such sums in parallel.
 MAX_CHAIN = 256
 
-ROW_BLOCK_BYTES = 1 << 19
-"""Bytes of a block of rows of the left operand (mc): half of an L2 cache."""
+ROW_BLOCK_BYTES = 1 << 19  # bytes of a block of rows of the left operand (mc): half of an L2 cache
 
 
 @dataclass(frozen=True)

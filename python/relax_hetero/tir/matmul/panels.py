@@ -25,11 +25,8 @@ from ..microkernel.k_step import lhs_group, lhs_groups
 from ..microkernel.microkernel import VectorTile
 from .matmul_spec import KRange, MatmulSpec, PanelProducts, left_factors
 
-MIN_ROWS = 4
-"""Minimum number of rows: the panel of fewer would be read once or twice only."""
-
-MAX_LEFT_BYTES = 1 << 21
-"""Maximum bytes of a task's left panels: the L2 cache of server cores has 1 or 2 MiB."""
+MIN_ROWS = 4  # minimum number of rows: the panel of fewer would be read once or twice only
+MAX_LEFT_BYTES = 1 << 21  # maximum bytes of a task's left panels: the L2 cache of server cores has 1 or 2 MiB
 
 
 @dataclass(frozen=True)

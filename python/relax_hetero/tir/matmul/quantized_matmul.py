@@ -56,8 +56,7 @@ MAX_NARROW_CHAINS = 2
 """Maximum number of parallel chains with vectors of 16 bytes, whose weights take many instructions: for four, LLVM
 needs 418 instructions for 64 multiply-adds on Neoverse N1, and spills; for two, 314."""
 
-MAX_PREFETCHED_CHAIN = 64
-"""Maximum number of weights of a chain that is prefetched as a whole."""
+MAX_PREFETCHED_CHAIN = 64  # maximum number of weights of a chain that is prefetched as a whole
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ from ..core.builder import (
 )
 from ..math.casts import cast
 
-CHAINS = 8
-"""Chains whose sums are added in the operands' type."""
+CHAINS = 8  # chains whose sums are added in the operands' type
 
 MIN_SQUARE = 2.0**-29
 """Minimum mean square of products: these are then about 2^-14.5, near the smallest normal float16, and the loss below

@@ -18,10 +18,8 @@ from ..math import vector_math
 from ..math.casts import cast, computed_in
 from .row_plan import RowPass, RowPlan
 
-MAX_UNROLLED_VECTORS = 16
-"""Maximum number of vectors of a row whose loop is unrolled."""
-CHAINS = 4
-"""Independent accumulators of a reduction: additions that are in flight."""
+MAX_UNROLLED_VECTORS = 16  # maximum number of vectors of a row whose loop is unrolled
+CHAINS = 4  # independent accumulators of a reduction: additions that are in flight
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from ...encoding.expression import Expression, Term
 from ...encoding.functions import FUNCTIONS
 from ...encoding.row_program import RowProgram, operands_of, replaced
 
-_STORE_INSTRUCTIONS = 1.5
-"""Cost of a store; a load costs 1."""
+_STORE_INSTRUCTIONS = 1.5  # cost of a store; a load costs 1
 
 
 @dataclass(frozen=True)

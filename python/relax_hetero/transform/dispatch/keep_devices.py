@@ -42,8 +42,7 @@ from ..ir.rewriting import (
 from ..placement.operands import same_devices, tensor_on
 from ..placement.ops import HOST_READS, callee_name
 
-Variables: TypeAlias = "Mapping[str, relax.Var]"
-"""Variables by name, before they lost their devices."""
+Variables: TypeAlias = "Mapping[str, relax.Var]"  # variables by name, before they lost their devices
 
 Location: TypeAlias = "relax.VDevice | tvm.ir.Type"
 """A device, or a type that has the devices of tensors."""

@@ -26,8 +26,7 @@ from ..ir.op_names import CALL_TIR
 from ..ir.rewriting import map_bindings, op_name, typed, walk_scopes
 from .epilogues import may_write, user_counts
 
-_NUM_FACTORS = 2
-"""Number of the first operand of an epilogue among those of a kernel."""
+_NUM_FACTORS = 2  # number of the first operand of an epilogue among those of a kernel
 
 
 class PairKernels(Protocol):

@@ -73,8 +73,7 @@ from .quantized_products import emit_quantized_product, emitted_parameter, fits_
 # separate op pads them first, with the zero point. Weights become signed as in products (`signed_constant`).
 
 _INT_ACCUMULATOR = "int32"
-_OUTPUT_CHANNEL_AXIS = 0
-"""Axis of a weight along which its zero points and scales may vary."""
+_OUTPUT_CHANNEL_AXIS = 0  # axis of a weight along which its zero points and scales may vary
 
 
 def emit_quantized_convolution(

@@ -39,8 +39,7 @@ from .attention_views import HeadsTrace, followed, regrouped, repeated_heads, ro
 #
 # The kernel then skips the keys that no query of a tile sees, half of the work.
 
-HIDDEN = -1e30
-"""Maximum score of a hidden key: masks are filled with such numbers, whose softmax is 0."""
+HIDDEN = -1e30  # maximum score of a hidden key: masks are filled with such numbers, whose softmax is 0
 
 
 def without_triangle(
@@ -125,8 +124,7 @@ def _without_mask(term: Term, mask: int, is_condition: bool) -> Term | None:
 _SOFTMAX, _MATMUL = "relax.nn.softmax", "relax.matmul"
 ATTENTION_OPS = ("relax.nn.attention", "relax.nn.attention_bias")
 _CAUSAL = {None: "", "TopLeft": "top_left", "BottomRight": "bottom_right"}
-TYPES = ("float32", *HALF_TYPES)
-"""Element types of operands and result; scores are float32."""
+TYPES = ("float32", *HALF_TYPES)  # element types of operands and result; scores are float32
 
 
 class NoAttention(Exception):

@@ -191,10 +191,8 @@ FULL, ROW, FLAT = "full", "row", "flat"
 """Forms of values in a region: complete rows; one value for each row, with extents of 1 for its axes or without."""
 
 _VIEWS = (RESHAPE, "relax.expand_dims", "relax.squeeze", "relax.broadcast_to")
-_FIRST_REDUCTION = 1 << 20
-"""Operand index of the first reduction in terms."""
-_MAX_TERMS = 400
-"""Maximum number of terms in the text of a program, which repeats a term for each use."""
+_FIRST_REDUCTION = 1 << 20  # operand index of the first reduction in terms
+_MAX_TERMS = 400  # maximum number of terms in the text of a program, which repeats a term for each use
 
 
 @dataclass(frozen=True)
@@ -455,8 +453,7 @@ def _operand(index: int) -> Term:
     return Term("operand", (), (index,))
 
 
-MIN_COLUMNS = 4
-"""Minimum length of rows: shorter rows would mostly fill vectors with padding."""
+MIN_COLUMNS = 4  # minimum length of rows: shorter rows would mostly fill vectors with padding
 
 
 def form_rows(mod: tvm.IRModule) -> tvm.IRModule:

@@ -21,8 +21,7 @@ from ...op.functions import apply_function
 from .blocks import broadcast, is_one, shape_of
 from .rewriting import op_name
 
-Emit = Callable[[relax.Expr, relax.TensorType], relax.Expr]
-"""Binds a value of a type to a variable, and returns that."""
+Emit = Callable[[relax.Expr, relax.TensorType], relax.Expr]  # binds a value of a type to a variable, and returns that
 
 _TERM_OF_OP = {f"relax.{function.op}": name for name, function in FUNCTIONS.items() if function.op}
 

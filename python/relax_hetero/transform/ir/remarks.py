@@ -381,8 +381,7 @@ def record_dispatches(mod: tvm.IRModule, inside: Mapping[tuple[str, str], Sequen
 
 # Operands and types of calls as text for messages.
 
-_MAX_LISTED = 6
-"""Operands, fields of a tuple, or extents in a message; longer lists are cut."""
+_MAX_LISTED = 6  # operands, fields of a tuple, or extents in a message; longer lists are cut
 
 
 def operand_text(arg: relax.Expr) -> str:

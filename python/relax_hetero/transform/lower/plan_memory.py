@@ -49,8 +49,7 @@ from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_vie
 from ..record.plan_arena import Lifetime, groups_by_unit, overlaps_of
 from .lower_transfers import STREAM_TO_DEVICE, is_lowered_transfer
 
-ALLOC = "relax.builtin.alloc_tensor"
-"""The op that allocates a tensor, before memory is planned."""
+ALLOC = "relax.builtin.alloc_tensor"  # the op that allocates a tensor, before memory is planned
 
 UPPER_BOUND = "tir_var_upper_bound"
 """Function attribute, which stock TVM reads too: upper bounds of symbolic dimensions by name."""

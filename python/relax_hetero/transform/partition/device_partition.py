@@ -31,8 +31,7 @@ from .written_arguments import overwritten
 SMALL_PART_BYTES = 64 << 10
 """Maximum bytes of the tensors of a small part. Its work takes some 10 us, less than its submission to a queue."""
 
-TYPICAL_EXTENT = 64
-"""Value that is assumed for a symbolic extent."""
+TYPICAL_EXTENT = 64  # value that is assumed for a symbolic extent
 
 
 @dataclass

@@ -59,14 +59,10 @@ from ..ir.rewriting import (
 )
 from .host_needs import HostNeeds, Hosts, crossing, hosts_in, parameter_symbols, participants_of
 
-SEND = "relax_hetero.host.send"
-"""Packed function (value, host, channel): sends a value to another host."""
-RECEIVE = "relax_hetero.host.receive"
-"""Packed function (host, channel): receives a value from another host."""
-HOST = "relax_hetero.host"
-"""Function attribute: the host of a part."""
-PART_OF = "relax_hetero.part_of"
-"""Function attribute: the name of the function before partitioning."""
+SEND = "relax_hetero.host.send"  # packed function (value, host, channel): sends a value to another host
+RECEIVE = "relax_hetero.host.receive"  # packed function (host, channel): receives a value from another host
+HOST = "relax_hetero.host"  # function attribute: the host of a part
+PART_OF = "relax_hetero.part_of"  # function attribute: the name of the function before partitioning
 SIZES_FIRST = "relax_hetero.sizes_first"
 """Function attribute: its first parameter is a shape of symbolic sizes, which partitioning added."""
 

@@ -21,8 +21,7 @@ from ..ir.blocks import used_vars
 from ..ir.op_names import TRANSFERS
 from ..ir.rewriting import op_name
 
-Dependences: TypeAlias = tuple[int, int]
-"""Bit masks of the transfers before and after a binding."""
+Dependences: TypeAlias = tuple[int, int]  # bit masks of the transfers before and after a binding
 
 
 @dataclass(frozen=True)

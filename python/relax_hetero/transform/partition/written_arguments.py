@@ -18,8 +18,7 @@ from ..ir.op_names import CALL_TIR_INPLACE, IN_PLACE
 from ..ir.rewriting import copy_module, op_name, relax_functions, walk_bindings
 from ..ir.tensor_aliases import is_view
 
-WRITTEN = "relax_hetero.written"
-"""Function attribute: the indices of the parameters that it may write to."""
+WRITTEN = "relax_hetero.written"  # function attribute: the indices of the parameters that it may write to
 _KERNELS = ("relax.call_tir", "relax.call_dps_packed", "relax.call_tir_with_grad")
 
 

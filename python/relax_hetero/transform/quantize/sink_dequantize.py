@@ -45,8 +45,7 @@ _MOVE_OPS = MOVES - {*relax_ops("concat split stack hint_on_device")}
 _MAX_POOL_OPS = ops_where(lambda traits: traits.kind == "max_pool")
 """Ops that run on the quantized tensor if its order is that of the float values."""
 _CONCAT = "relax.concat"
-_MAX_QUANTIZE_OPS = 6
-"""Maximum number of consecutive ops that are searched for a quantization."""
+_MAX_QUANTIZE_OPS = 6  # maximum number of consecutive ops that are searched for a quantization
 
 
 def sink_dequantize(mod: tvm.IRModule) -> tvm.IRModule:

@@ -17,8 +17,7 @@ from ..ir.blocks import Block, used_vars
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, relax_functions, walk_bindings, with_functions
 
-DONATED = "relax_hetero.donated"
-"""Function attribute: the indices of the parameters that it may overwrite."""
+DONATED = "relax_hetero.donated"  # function attribute: the indices of the parameters that it may overwrite
 
 
 def with_donated(mod: tvm.IRModule, donate: Sequence[str] | Mapping[str, Sequence[str]]) -> tvm.IRModule:

@@ -15,8 +15,7 @@ from typing import Any
 from tvm import tirx
 from tvm_ffi import structural_equal
 
-ARENA_ALIGNMENT = 64
-"""Alignment of values in bytes: a cache line, as for TVM's own allocations."""
+ARENA_ALIGNMENT = 64  # alignment of values in bytes: a cache line, as for TVM's own allocations
 
 _MIN_ROUNDED_BYTES = 8 * ARENA_ALIGNMENT
 """Bytes per unit from which on the count is rounded up to the alignment, as that wastes little."""

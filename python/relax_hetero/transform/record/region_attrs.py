@@ -46,8 +46,7 @@ from .region_ir import OutlinedRegion, RegionStep, RegionValue
 WORKGROUPS = "relax_hetero.workgroups"
 """PrimFunc attribute: number of trailing parameters that are workgroup indices x, y, z (CUDA's ``blockIdx``)."""
 
-_ALLOCATION_ALIGNMENT_BYTES = 64
-"""Alignment of TVM's allocations, which its generated code expects by default."""
+_ALLOCATION_ALIGNMENT_BYTES = 64  # alignment of TVM's allocations, which its generated code expects by default
 
 
 class _ExpressionTexts:

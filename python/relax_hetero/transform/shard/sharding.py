@@ -82,8 +82,7 @@ class Sharding:
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
 
 
-Shardings: TypeAlias = "tuple[Sharding, ...]"
-"""Sharding of a value along each axis of its mesh."""
+Shardings: TypeAlias = "tuple[Sharding, ...]"  # sharding of a value along each axis of its mesh
 
 REPLICATED, PARTIAL = Sharding(), Sharding(is_partial=True)
 

@@ -29,8 +29,7 @@ from ..ir.rewriting import op_name, tensor_types
 from .sharding import known
 from .sharding_rules import PRODUCTS, Operand, has_rule, passes_on
 
-_SYMBOLIC_EXTENT = 64
-"""Assumed size of symbolic dimensions."""
+_SYMBOLIC_EXTENT = 64  # assumed size of symbolic dimensions
 
 
 class DeviceCosts(Protocol):

@@ -81,10 +81,8 @@ _MAY_RETURN_OPERAND = ops_where(lambda traits: traits.may_return_operand)
 _CALLEES = ("relax.call_pure_packed", "relax.call_builtin_with_ctx", "relax.call_py_func", "relax.invoke_pure_closure")
 """Calls of functions that may return an argument."""
 _ALIASES = ("relax.memory.view", "relax.memory.ensure_zero_offset")
-_NOT_REORDERED = (*IN_PLACE, *_CALLEES, "relax.call_dps_packed", COPY, *_ALIASES)
-"""Ops that passes do not reorder."""
-_AT_RETURN = math.inf
-"""Position of reads by the caller, after all bindings."""
+_NOT_REORDERED = (*IN_PLACE, *_CALLEES, "relax.call_dps_packed", COPY, *_ALIASES)  # ops that passes do not reorder
+_AT_RETURN = math.inf  # position of reads by the caller, after all bindings
 
 
 @dataclass

@@ -23,8 +23,7 @@ from .arguments import from_dlpack
 
 Fingerprint: TypeAlias = tuple[bytes, tuple[int, ...]]
 
-MAX_CACHED_CALLS = 256
-"""Maximum number of cached calls per function; the cache is cleared beyond it."""
+MAX_CACHED_CALLS = 256  # maximum number of cached calls per function; the cache is cleared beyond it
 
 _Tensor, _Array = tvm_ffi.core.Tensor, np.ndarray
 # A tensor object is a header (tvm/ffi/c_api.h, TVMFFIObject) and a DLTensor (dlpack.h): the pointer (8 bytes); device

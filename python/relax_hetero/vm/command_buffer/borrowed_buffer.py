@@ -17,8 +17,7 @@ from ..args.arguments import from_dlpack
 from ..device.cuda_library import CUDA_HOST
 from ..device.tensors import alias, capsule_pointer, dtype_name, has_offset, nbytes_of
 
-BYTES = "uint8"
-"""Element type of untyped memory, which is accepted for any other type."""
+BYTES = "uint8"  # element type of untyped memory, which is accepted for any other type
 
 _Tensor = tvm_ffi.core.Tensor
 

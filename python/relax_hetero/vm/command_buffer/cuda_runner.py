@@ -34,8 +34,7 @@ from .runners import Submission
 
 _log = logging.getLogger("relax_hetero")
 
-MAX_GRAPHS = 16
-"""Maximum number of CUDA graphs of a command buffer."""
+MAX_GRAPHS = 16  # maximum number of CUDA graphs of a command buffer
 
 _Numbers = tuple[int | float, ...]  # values of a submission's parameters
 _Key = tuple[int, _Numbers]  # identity of a binding table, and parameters

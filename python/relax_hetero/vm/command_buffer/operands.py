@@ -18,11 +18,8 @@ from ...artifact.signature import Dim
 from ...errors import BindingError
 from ...target.element_types import numpy_dtype
 
-MAX_CHARACTERS = 1000
-"""Maximum length of the text of a `Number`."""
-
-INT64_RANGE = -(1 << 63), (1 << 63) - 1
-"""Minimum and maximum of the integers in commands."""
+MAX_CHARACTERS = 1000  # maximum length of the text of a `Number`
+INT64_RANGE = -(1 << 63), (1 << 63) - 1  # minimum and maximum of the integers in commands
 
 
 @dataclass(frozen=True)

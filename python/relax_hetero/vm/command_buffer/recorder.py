@@ -173,8 +173,7 @@ def _extents(tensor: TensorParam, values: dict[str, Integer], what: str) -> tupl
     return extents, nbytes
 
 
-COUNT_BYTES = 4
-"""Bytes of a workgroup count or a predicate in memory, an int32."""
+COUNT_BYTES = 4  # bytes of a workgroup count or a predicate in memory, an int32
 
 
 @dataclass(frozen=True)

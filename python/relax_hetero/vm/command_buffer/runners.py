@@ -47,8 +47,7 @@ class Submission:
         return self._fence is None or bool(self._fence.done())
 
 
-ENDED = Submission()
-"""Submission whose work has ended."""
+ENDED = Submission()  # submission whose work has ended
 
 
 class Runner(Protocol):

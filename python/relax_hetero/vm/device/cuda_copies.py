@@ -67,8 +67,7 @@ def issue_copy(
 
 
 _ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
-SENT_BYTES = 64 << 10
-"""Maximum bytes of pageable memory that the driver reads before a copy to a GPU returns."""
+SENT_BYTES = 64 << 10  # maximum bytes of pageable memory that the driver reads before a copy to a GPU returns
 
 
 def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait: bool) -> bool:

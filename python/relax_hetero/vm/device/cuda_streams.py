@@ -17,8 +17,7 @@ from .cuda_library import NOT_READY, CudaLibrary, cuda_device
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_*
 
-_UNCHECKED_SECONDS = 0.002
-"""Time that a thread waits before its first check."""
+_UNCHECKED_SECONDS = 0.002  # time that a thread waits before its first check
 _POLL_SHARE, _MAX_POLL_SECONDS = 0.02, 0.01
 """Polling interval, as a share of the time that a thread has waited, and its maximum."""
 

@@ -17,8 +17,7 @@ from queue import SimpleQueue
 
 from .cuda_streams import check_wait
 
-_POLL_SECONDS = 0.002
-"""Interval between checks of a GPU while a thread waits for a launch."""
+_POLL_SECONDS = 0.002  # interval between checks of a GPU while a thread waits for a launch
 
 _beginning = threading.Lock()  # a GPU has one thread, also if several ask for it at once
 

@@ -15,10 +15,8 @@ from tvm import runtime
 from ...errors import HeteroError
 from .tensors import copy_into, empty, is_host, nbytes_of, on_host
 
-_MAX_FIRST_BYTES = 64 << 20
-"""Maximum bytes of an initial capacity for the loop's limit of rows."""
-_FIRST_ROWS = 16
-"""Initial capacity in rows beyond that."""
+_MAX_FIRST_BYTES = 64 << 20  # maximum bytes of an initial capacity for the loop's limit of rows
+_FIRST_ROWS = 16  # initial capacity in rows beyond that
 
 
 @tvm_ffi.register_global_func("relax_hetero.append_row", override=True)

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from ...errors import HeteroError
 
-FORK_SECONDS = 0.2
-"""Maximum wait of a fork for calls of other threads."""
+FORK_SECONDS = 0.2  # maximum wait of a fork for calls of other threads
 
 _all_locks: weakref.WeakSet[MachineLock] = weakref.WeakSet()
 _all_locks_guard = threading.Lock()

@@ -27,8 +27,7 @@ from .tensors import alias, copy_into, from_array, is_host
 
 _BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
-_POLL_SECONDS = 100e-6
-"""Polling interval where compiled code has given up."""
+_POLL_SECONDS = 100e-6  # polling interval where compiled code has given up
 
 
 class Mailboxes:

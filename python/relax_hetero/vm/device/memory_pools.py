@@ -19,8 +19,7 @@ from .cuda_library import CudaLibrary, cuda_library
 from .cuda_memory import PinnedBlock
 from .tensors import alias, empty, is_host, nbytes_of, view_bytes
 
-_MIN_BLOCK_BYTES = 4096
-"""Bytes of the smallest block."""
+_MIN_BLOCK_BYTES = 4096  # bytes of the smallest block
 
 
 class MemoryBlock(Protocol):
@@ -97,11 +96,8 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-PINNED_BYTES = 128 << 10
-"""Minimum bytes of a tensor that is copied faster from and to pinned memory."""
-
-TRANSFER_BYTES = 2 << 30
-"""Maximum bytes of host memory pinned for each GPU, for transfers from and to it."""
+PINNED_BYTES = 128 << 10  # minimum bytes of a tensor that is copied faster from and to pinned memory
+TRANSFER_BYTES = 2 << 30  # maximum bytes of host memory pinned for each GPU, for transfers from and to it
 
 
 class PinnedPool(BlockPool):

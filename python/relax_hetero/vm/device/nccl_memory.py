@@ -201,12 +201,9 @@ def add_child_graph(library: CudaLibrary, stream: Stream, graph: int) -> None:
     library.call("cuStreamUpdateCaptureDependencies", stream.handle, ctypes.byref(node), 1, _SET)
 
 
-_unused: defaultdict[Mesh, list[list[Any]]] = defaultdict(list)
-"""Communicators that no machine uses, by their GPUs."""
-_communicators: dict[tuple[int, Mesh], Communicators] = {}
-"""Communicators of machines."""
-_limits: dict[int, float] = {}
-"""Seconds that threads wait for the GPUs of a machine, if not `TIMEOUT_SECONDS`."""
+_unused: defaultdict[Mesh, list[list[Any]]] = defaultdict(list)  # communicators that no machine uses, by their GPUs
+_communicators: dict[tuple[int, Mesh], Communicators] = {}  # communicators of machines
+_limits: dict[int, float] = {}  # seconds that threads wait for the GPUs of a machine, if not `TIMEOUT_SECONDS`
 
 
 def limit_waits(machine: int, seconds: float) -> None:

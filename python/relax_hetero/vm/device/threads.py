@@ -32,8 +32,7 @@ _log = logging.getLogger("relax_hetero")
 CALLS_BEFORE_WIDENING = 32
 """Number of calls without concurrent callers until a pool takes all cores again, which costs microseconds."""
 
-_FASTEST_CORES = 1
-"""TVM's default choice of cores for pinned threads (ThreadGroup::kBig)."""
+_FASTEST_CORES = 1  # TVM's default choice of cores for pinned threads (ThreadGroup::kBig)
 
 _configure_stock = tvm_ffi.get_global_func("runtime.config_threadpool")
 
@@ -49,8 +48,7 @@ class Threads:
     cpus: tuple[int, ...] = ()  # CPUs that the machine's threads are bound to; empty for no binding
 
 
-SHARED_THREADS = Threads(1, False)
-"""Workers whose number depends on the device and on concurrent callers."""
+SHARED_THREADS = Threads(1, False)  # workers whose number depends on the device and on concurrent callers
 
 
 class Pool:

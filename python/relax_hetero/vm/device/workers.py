@@ -31,8 +31,7 @@ The GPU part of a decode step takes about as long as workers spin by default: th
 woken one after the other while the CPU part runs on few threads.
 """
 
-DEFAULT_SPIN = -1
-"""Nanoseconds that stand for those of the process."""
+DEFAULT_SPIN = -1  # nanoseconds that stand for those of the process
 
 _lock = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}

@@ -39,8 +39,7 @@ _NEEDS_LINKING = ("c", "static_library")
 _LINKING_BYTES = 64 << 20
 """Free bytes for temporary files that linking requires: LLVM aborts the process if it cannot write an object."""
 
-SYMBOL_PREFIX = "__tvm_ffi_"
-"""Prefix of functions' symbols (TVM's `symbol::tvm_ffi_symbol_prefix`)."""
+SYMBOL_PREFIX = "__tvm_ffi_"  # prefix of functions' symbols (TVM's `symbol::tvm_ffi_symbol_prefix`)
 
 # For the C source of `c` devices: TVM's generator violates strict aliasing, and calls float16 "half".
 _C_OPTIONS = ("-O2", "-fno-strict-aliasing", "-Dhalf=_Float16")

@@ -32,8 +32,7 @@ from ..device.threads import SHARED_THREADS, Threads, threads_of_queues
 from .device_queue import DeviceQueue
 from .stream_queue import Point, StreamQueue, follow_callers_streams
 
-CLOSE_SECONDS = 5.0
-"""Maximum wait for running work when the process ends."""
+CLOSE_SECONDS = 5.0  # maximum wait for running work when the process ends
 
 LARGE_BYTES, LARGE_OPERATIONS = 1 << 20, 10_000_000
 """Work of about 100 us on a CPU core, which is more than a queue's thread takes to begin a step."""

@@ -95,8 +95,7 @@ def follow_callers_streams(queues: Iterable[StreamQueue]) -> None:
 PINNED_BYTES = 1 << 30
 """Maximum bytes of host memory that a machine pins for tensors from GPUs; copies to other memory are synchronous."""
 
-STAGING_BYTES = 4 << 30
-"""Maximum bytes of each GPU's memory that a machine keeps for tensors that are copied to it."""
+STAGING_BYTES = 4 << 30  # maximum bytes of each GPU's memory that a machine keeps for tensors that are copied to it
 
 
 class CopyQueues:

@@ -41,8 +41,7 @@ Event = dict[str, Any]
 # Calls have tracks 0, 1, ...; threads have tracks from this number on.
 _FIRST_THREAD_TRACK = 1000
 
-RESULT = -1
-"""Step index that stands for the conversion of the function's result to the caller's."""
+RESULT = -1  # step index that stands for the conversion of the function's result to the caller's
 
 
 @dataclass(frozen=True)
@@ -280,8 +279,7 @@ def _counter(name: str, changes: Mapping[str, Sequence[tuple[int, int]]]) -> lis
 # Traces as pictures for notebooks.
 
 _MAX_SLICES = 2000
-_WIDTH, _LABEL_WIDTH, _ROW_HEIGHT = 900, 130, 22
-"""Sizes of a picture in pixels."""
+_WIDTH, _LABEL_WIDTH, _ROW_HEIGHT = 900, 130, 22  # sizes of a picture in pixels
 
 
 def timeline_html(calls: int, left_out: int, events: Sequence[Mapping[str, Any]], busy: Mapping[str, float]) -> str:

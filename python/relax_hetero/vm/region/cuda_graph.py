@@ -47,14 +47,9 @@ from .timed_graph import TimedGraph
 
 _log = logging.getLogger("relax_hetero")
 
-_POLL_SECONDS = 20e-6
-"""Polling interval while all rows are in use."""
-
-MAX_GRAPHS = 64
-"""Maximum number of graphs of a command buffer with symbolic extents."""
-
-_MAX_SEEN_ONCE = 1024
-"""Maximum number of sets of parameter values that are remembered after one submission."""
+_POLL_SECONDS = 20e-6  # polling interval while all rows are in use
+MAX_GRAPHS = 64  # maximum number of graphs of a command buffer with symbolic extents
+_MAX_SEEN_ONCE = 1024  # maximum number of sets of parameter values that are remembered after one submission
 
 _ParameterValues = tuple[int, ...]
 

@@ -23,8 +23,7 @@ from ...artifact.signature import Dim
 from ...errors import BindingError
 from ..file.executable import Executable
 
-Values: TypeAlias = Mapping[str, Any]
-"""Parameters by name."""
+Values: TypeAlias = Mapping[str, Any]  # parameters by name
 
 SCALARS: dict[str, Any] = {
     "bool": ctypes.c_bool,

@@ -15,8 +15,7 @@ from ..table import CLASSICAL, convert_node, converts
 
 _log = logging.getLogger("relax_hetero")
 
-_MAX_SHOWN = 10
-"""Maximum number of labels in a warning."""
+_MAX_SHOWN = 10  # maximum number of labels in a warning
 
 
 def vector(node: Node, name: str, default: float, dtype: str = "float32") -> relax.Expr:

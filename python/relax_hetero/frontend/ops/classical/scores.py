@@ -10,8 +10,7 @@ from ..table import convert_node
 
 TRANSFORMS = ("NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO", "PROBIT")
 
-_ZERO_BOUND = 1e-7
-"""Scores of at most this magnitude count as 0 in SOFTMAX_ZERO."""
+_ZERO_BOUND = 1e-7  # scores of at most this magnitude count as 0 in SOFTMAX_ZERO
 
 
 def transformed(node: Node, scores: relax.Expr, name: str | None = None) -> relax.Expr:

@@ -17,10 +17,8 @@ from ..table import CLASSICAL, converts
 from .scores import labels_from, labels_of, largest, transformed, two_columns
 
 _KERNELS = ("POLY", "RBF", "SIGMOID")
-_MAX_COUPLING_STEPS = 100
-"""Maximum number of iterations of pairwise coupling, as in LIBSVM and ONNX Runtime."""
-_MIN_PROBABILITY = 1e-7
-"""Minimum probability of a pair."""
+_MAX_COUPLING_STEPS = 100  # maximum number of iterations of pairwise coupling, as in LIBSVM and ONNX Runtime
+_MIN_PROBABILITY = 1e-7  # minimum probability of a pair
 
 
 def _floats(node: Node, name: str) -> np.ndarray:

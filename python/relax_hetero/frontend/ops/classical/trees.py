@@ -23,14 +23,9 @@ from ..node import Node, const, dtype_of
 from ..table import CLASSICAL, converts
 from .scores import labels_from, labels_of, largest, transformed
 
-LEAF = "LEAF"
-"""Mode of leaves."""
-
-_CHAINS = 16
-"""Number of interleaved walks."""
-
-Weights = Mapping[int, Sequence[tuple[int, float]]]
-"""Leaf -> (target, weight) entries."""
+LEAF = "LEAF"  # mode of leaves
+_CHAINS = 16  # number of interleaved walks
+Weights = Mapping[int, Sequence[tuple[int, float]]]  # leaf -> (target, weight) entries
 
 
 @dataclass

@@ -28,8 +28,7 @@ from ..node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is
 from ..required_sizes import as_expr, equal, require_shape
 from .numbers import dims_at_run_time
 
-_MAX_DENOMINATOR = 2**10
-"""Sizes times scales are symbolic expressions if the scales' denominators are at most this."""
+_MAX_DENOMINATOR = 2**10  # sizes times scales are symbolic expressions if the scales' denominators are at most this
 
 
 def resize_at_run_time(

@@ -30,18 +30,14 @@ from . import filter_taps
 from .filter_taps import axes_of, is_padded
 
 THREADS = 128
-MAX_COLUMNS = 32
-"""Output channels per group from which GEMM tiles are full enough."""
-_OCCUPYING_THREADS = 512
-"""Threads per multiprocessor that hide the latency of loads."""
+MAX_COLUMNS = 32  # output channels per group from which GEMM tiles are full enough
+_OCCUPYING_THREADS = 512  # threads per multiprocessor that hide the latency of loads
 _MAX_BRANCHLESS_RESULTS = 8
 """Maximum results of a thread whose loads are not predicated, so that they are in flight together."""
-_MAX_UNROLLED_ROWS = 3
-"""Maximum rows of an unrolled window: more, and a launch waits for instruction fetches."""
+_MAX_UNROLLED_ROWS = 3  # maximum rows of an unrolled window: more, and a launch waits for instruction fetches
 _MIN_BLOCKS_PER_SM = 4
 """Launch bound. Without one, the compiler limits registers for 16 blocks, and few loads are in flight."""
-_MAX_WEIGHT_REGISTERS = 64
-"""Maximum registers for the weights of one row of the window."""
+_MAX_WEIGHT_REGISTERS = 64  # maximum registers for the weights of one row of the window
 
 
 @dataclass(frozen=True)

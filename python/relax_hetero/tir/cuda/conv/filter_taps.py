@@ -20,8 +20,7 @@ from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core.operand import GlobalView
 
-MAX_BITS = 32
-"""Maximum taps along padded dimensions: bits of the mask."""
+MAX_BITS = 32  # maximum taps along padded dimensions: bits of the mask
 
 
 def unsupported_reason(problem: ConvProblem, max_bits: int | None = MAX_BITS) -> str:

@@ -154,8 +154,7 @@ def copy_wait(groups: int) -> None:
     _emit("cp.async.wait_group", groups)
 
 
-_EVICT_FIRST = 0x12F0000000000000
-"""Cache policy of ``createpolicy.fractional.L2::evict_first.b64`` for all addresses."""
+_EVICT_FIRST = 0x12F0000000000000  # cache policy of ``createpolicy.fractional.L2::evict_first.b64`` for all addresses
 
 
 def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, evicts_first: bool = False) -> None:
@@ -333,8 +332,7 @@ def store_remote(address: Expr, values: Sequence[Expr]) -> None:
 
 # Hopper's tensor cores: a warpgroup multiplies tiles in shared memory.
 
-CONTRACTION_BYTES = 32
-"""Bytes of k that one wgmma multiplies: 16 values of 16 bits."""
+CONTRACTION_BYTES = 32  # bytes of k that one wgmma multiplies: 16 values of 16 bits
 
 
 def matrix_descriptor(

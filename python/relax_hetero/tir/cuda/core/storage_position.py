@@ -15,8 +15,7 @@ from ...core.packed_storage import PackedStorage, is_multiple
 from ...core.work_split import unravel
 from .launch import at_least_one
 
-THREADS = 256
-"""Threads of a block of a memory-bound kernel."""
+THREADS = 256  # threads of a block of a memory-bound kernel
 
 
 def innermost(layout: PackedLayout, shape: Sequence[Expr]) -> int:

@@ -14,8 +14,7 @@ from ...core.view import Coordinates, OperandView, View
 from .dialect import has_ptx
 
 _UNITS = {1: "uint8", 2: "uint16"}
-MAX_LANES = 8
-"""Maximum elements of a vector in kernels of mixed types: 8 float32 take two accesses."""
+MAX_LANES = 8  # maximum elements of a vector in kernels of mixed types: 8 float32 take two accesses
 
 
 class VectorRegisters:

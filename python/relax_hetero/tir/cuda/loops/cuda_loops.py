@@ -54,11 +54,8 @@ from .reduction import lane_position, write_reduction
 #
 # Rows are padded by a word, so that threads that read a column have no bank conflicts.
 
-_MAX_TILE_EXTENT = 64
-"""Maximum rows and columns of a tile."""
-
-_MIN_TILE_EXTENT = 8
-"""Minimum extent of tiled loops: strided loads of shorter ones hit the cache."""
+_MAX_TILE_EXTENT = 64  # maximum rows and columns of a tile
+_MIN_TILE_EXTENT = 8  # minimum extent of tiled loops: strided loads of shorter ones hit the cache
 
 _THREADS = 256
 _MAX_SHARED_BYTES = 48 << 10
@@ -226,14 +223,9 @@ def _store_points(box: LaneBox, position: dict[tirx.Var, Expr], inputs: dict[tir
 #     part[s] = reduce i in 131072: x[s * 131072 + i]      # for s in 512
 #     sum[0] = reduce s in 512: part[s]
 
-_TARGET_BLOCKS_PER_SM = 4
-"""Target blocks per multiprocessor of a reduction."""
-
-_MIN_SPLIT_TERMS = 2048
-"""Minimum terms of a split: fewer do not pay for a second launch."""
-
-_MIN_SPLITS = 8
-"""Minimum number of splits; reductions with fewer take one launch."""
+_TARGET_BLOCKS_PER_SM = 4  # target blocks per multiprocessor of a reduction
+_MIN_SPLIT_TERMS = 2048  # minimum terms of a split: fewer do not pay for a second launch
+_MIN_SPLITS = 8  # minimum number of splits; reductions with fewer take one launch
 
 
 @dataclass(frozen=True)

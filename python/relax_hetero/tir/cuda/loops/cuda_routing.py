@@ -19,8 +19,7 @@ from .launch import launch, scheduled_as
 
 _LOWEST = tirx.const(-math.inf, "float32")
 _NO_EXPERT = (1 << 31) - 1
-_REDUX_CAPABILITY = 80
-"""Compute capability from which a warp reduces integers by one instruction."""
+_REDUX_CAPABILITY = 80  # compute capability from which a warp reduces integers by one instruction
 
 
 def routing_kernel(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:

@@ -30,8 +30,7 @@ from .launch import inside, launch
 SEVERAL_LAUNCHES = "relax_hetero.several_launches"
 """Attribute of a kernel that consists of several launches, each of which becomes a PrimFunc of its own."""
 
-MAX_IN_ORDER = 64
-"""Maximum updates that a thread applies in order; more are sorted."""
+MAX_IN_ORDER = 64  # maximum updates that a thread applies in order; more are sorted
 
 _THREADS = 256
 

@@ -26,11 +26,8 @@ from ...loops.stages import Load, loads, node_count, sources, variables, with_lo
 from ..core.dialect import has_ptx
 from .arithmetic import NARROW, for_cuda
 
-LANE = tirx.Var("lane", "int64")
-"""Variable that stands for the lane number in expressions."""
-
-WORD_BYTES = 4
-"""Bytes of a word, the unit of vector copies."""
+LANE = tirx.Var("lane", "int64")  # variable that stands for the lane number in expressions
+WORD_BYTES = 4  # bytes of a word, the unit of vector copies
 
 # Larger expressions are stored in registers before use: TVM's simplifier and visitors are slow on them.
 _MAX_NODES = 64

@@ -15,8 +15,7 @@ from ...core.work_split import unravel
 from ...loops.flat import Loop
 from ..core.launch import at_least_one
 
-_BLOCK_THREADS = 256
-"""Default threads of a block, with which four to eight blocks are resident on a multiprocessor."""
+_BLOCK_THREADS = 256  # default threads of a block, with which four to eight blocks are resident on a multiprocessor
 
 
 @contextmanager

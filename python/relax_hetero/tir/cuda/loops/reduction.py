@@ -40,23 +40,12 @@ from .lanes import (
 from .launch import count_of, inside, launch, position_of, sync, threads_for
 from .merging import Merge, merge_of
 
-Partials = list[tirx.Buffer]
-"""Partial results of a thread: per reduction, a register for each lane."""
-
-_BLOCK_THREADS = 256
-"""Threads of a block that merge partial results."""
-
-_MAX_SHARED_BYTES = 48 << 10
-"""Bytes of statically allocated shared memory of a block."""
-
-_MAX_SERIAL_TERMS = 32
-"""Maximum terms of a result that one thread computes."""
-
-_MAX_UNROLLED_TERMS = 9
-"""Maximum terms of an unrolled reduction, such as that of a 3x3 pooling window."""
-
-_UNROLLED_SELECTIONS = 4
-"""Vectors that a thread loads before it selects among their elements."""
+Partials = list[tirx.Buffer]  # partial results of a thread: per reduction, a register for each lane
+_BLOCK_THREADS = 256  # threads of a block that merge partial results
+_MAX_SHARED_BYTES = 48 << 10  # bytes of statically allocated shared memory of a block
+_MAX_SERIAL_TERMS = 32  # maximum terms of a result that one thread computes
+_MAX_UNROLLED_TERMS = 9  # maximum terms of an unrolled reduction, such as that of a 3x3 pooling window
+_UNROLLED_SELECTIONS = 4  # vectors that a thread loads before it selects among their elements
 
 _MIN_VECTORS_PER_THREAD = 4
 """Minimum vectors that a thread reads before partial results are merged, if there are enough threads."""

@@ -49,11 +49,8 @@ class ScanProblem:
     exclusive: bool  # whether the scan is exclusive: an element's result excludes the element
 
 
-TILE = 8192
-"""Elements of a tile, which one block scans."""
-
-_OCCUPYING_LINES = 128
-"""Number of lines that occupy a GPU without tiles."""
+TILE = 8192  # elements of a tile, which one block scans
+_OCCUPYING_LINES = 128  # number of lines that occupy a GPU without tiles
 
 
 def tiles_of(problem: ScanProblem) -> int:

@@ -29,11 +29,8 @@ from ...math.extremes import is_nan
 from .lanes import register
 from .launch import inside, launch, sync
 
-TILE = 2048
-"""Maximum elements of a tile; a power of two."""
-
-_MIN_TOPK_TILE = 256
-"""Minimum elements of a tile of a top-k."""
+TILE = 2048  # maximum elements of a tile; a power of two
+_MIN_TOPK_TILE = 256  # minimum elements of a tile of a top-k
 _THREADS = 256
 
 

@@ -46,10 +46,8 @@ from .row_shape import (
     register_shape,
 )
 
-ACCUMULATORS = 4
-"""Independent accumulators of a thread, whose additions are in flight together."""
-_PARTIAL_BYTES = 8
-"""Bytes of a warp's partial result in shared memory, for all types."""
+ACCUMULATORS = 4  # independent accumulators of a thread, whose additions are in flight together
+_PARTIAL_BYTES = 8  # bytes of a warp's partial result in shared memory, for all types
 _ZERO = tirx.const(0, "int64")
 
 

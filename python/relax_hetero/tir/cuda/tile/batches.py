@@ -11,8 +11,7 @@ from ...core.builder import Expr, int64
 from ...core.view import Coordinates
 from ..core.launch import at_least_one
 
-_RASTERIZATION_GROUP_M = 8
-"""Row tiles of neighbouring blocks before the next column tile, for reuse of L2."""
+_RASTERIZATION_GROUP_M = 8  # row tiles of neighbouring blocks before the next column tile, for reuse of L2
 
 
 @dataclass(frozen=True)

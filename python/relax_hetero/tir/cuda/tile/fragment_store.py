@@ -33,10 +33,8 @@ from ..core.operand import GpuOperand
 from .epilogue import EpilogueWriter
 from .register_tile import WARP_ROWS, reinterpreted
 
-SWAPPED_COLUMNS = 64
-"""Columns of the result in a warpgroup's fragments with swapped operands: the M dimension of wgmma."""
-STAGING_PAD = 32
-"""Maximum padding of staged rows in bytes."""
+SWAPPED_COLUMNS = 64  # columns of the result in a warpgroup's fragments with swapped operands: the M dimension of wgmma
+STAGING_PAD = 32  # maximum padding of staged rows in bytes
 _MAX_ROW_VECTOR = 8  # neighbouring elements that a lane computes together in whole rows
 _Pair = list[tuple[Expr, list[Expr]]]  # accumulators of two neighbours, each with its epilogue operands
 

@@ -23,14 +23,11 @@ from ..core import ptx
 from ..core.launch import SharedMemory, local, unrolled
 from ..core.operand import divides
 
-PRODUCERS = 128
-"""Producer threads."""
-PACKED_ROWS = 64
-"""Rows of a tile of a packed operand."""
+PRODUCERS = 128  # producer threads
+PACKED_ROWS = 64  # rows of a tile of a packed operand
 _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
 _GATHERS_IN_FLIGHT = 4  # chunks that a thread loads before it stores them
-MIN_LINE_ALIGNMENT = 4
-"""Bytes of the smallest asynchronous copy: lines with less alignment are gathered."""
+MIN_LINE_ALIGNMENT = 4  # bytes of the smallest asynchronous copy: lines with less alignment are gathered
 
 
 class TileView(Protocol):
@@ -53,12 +50,9 @@ class TileView(Protocol):
 class Source(Enum):
     """Method of loading a tile."""
 
-    PACKED = auto()
-    """Bulk copies of tiles packed in the layout of shared memory."""
-    LINES = auto()
-    """Asynchronous copies of aligned lines, with contiguous k."""
-    COLUMNS = auto()
-    """Asynchronous copies of 64 contiguous, aligned rows of one k."""
+    PACKED = auto()  # bulk copies of tiles packed in the layout of shared memory
+    LINES = auto()  # asynchronous copies of aligned lines, with contiguous k
+    COLUMNS = auto()  # asynchronous copies of 64 contiguous, aligned rows of one k
     GATHER = auto()
     """Element by element through registers: unaligned operands, and types that cannot be read transposed."""
 

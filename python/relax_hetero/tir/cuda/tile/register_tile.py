@@ -21,12 +21,9 @@ from ...core.builder import Expr
 from ..core import ptx
 from ..core.launch import local, unrolled
 
-WARP_ROWS = 16
-"""Rows of a warp in a tile."""
-ROW_LANES = (1, 2)
-"""Distances between the lanes that share a row."""
-WARP_LANES = (16, 8, 4, 2, 1)
-"""Distances between the lanes of a warp."""
+WARP_ROWS = 16  # rows of a warp in a tile
+ROW_LANES = (1, 2)  # distances between the lanes that share a row
+WARP_LANES = (16, 8, 4, 2, 1)  # distances between the lanes of a warp
 
 
 def reduce_lanes(

@@ -22,8 +22,7 @@ from ..core.launch import local, unrolled
 from .register_tile import ROW_LANES, RegisterTile, add, reduce_lanes, row_of
 
 LOG2_E = math.log2(math.e)
-LOW = -(2.0**28)
-"""Scores below it differ by at least 32, or are equal; products with `LOG2_E` round by as much."""
+LOW = -(2.0**28)  # scores below it differ by at least 32, or are equal; products with `LOG2_E` round by as much
 
 
 class OnlineSoftmax:
