@@ -118,9 +118,7 @@ class Connection:
     def receive(self) -> Message | None:
         """Return the next message, or None if it has not come as a whole; HostError if the connection has ended."""
         try:
-            if self._awaits_answer and not self._take_answer():
-                return None
-            return next(self._messages)
+            return None if self._awaits_answer and not self._take_answer() else next(self._messages)
         except (OSError, StopIteration) as error:
             raise self._ended() from error
 

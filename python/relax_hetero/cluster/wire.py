@@ -166,9 +166,7 @@ def encode(value: Any) -> Any:
 
 def decode(value: Any) -> Any:
     """Decode a value for a step, which may read arrays as they are."""
-    if isinstance(value, RawTensor):
-        return view_bytes(value.data, value.shape, value.dtype)
-    return value
+    return view_bytes(value.data, value.shape, value.dtype) if isinstance(value, RawTensor) else value
 
 
 def decode_received(value: Any) -> Any:

@@ -86,9 +86,7 @@ def vdevices_of(
 
 
 def _cpu_target(threads: int) -> Any:
-    if not threads:
-        return "llvm"
-    return Target({**dict(native("llvm").export()), "num-cores": threads})
+    return "llvm" if not threads else Target({**dict(native("llvm").export()), "num-cores": threads})
 
 
 class OrtDevice:

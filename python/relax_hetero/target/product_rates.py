@@ -43,9 +43,7 @@ _TENSOR_RATES = {**dict.fromkeys(HALF_TYPES, 8.0), TF32: 4.0}
 
 def product_rate(target: tvm.target.Target, dtype: str) -> float:
     """Throughput of products of `dtype` with sums in float32, relative to float32; 1.0 if unknown."""
-    if dtype == "float32":
-        return 1.0
-    return backend_of(target).product_rate(target, dtype)
+    return 1.0 if dtype == "float32" else backend_of(target).product_rate(target, dtype)
 
 
 def gpu_product_rate(target: tvm.target.Target, dtype: str) -> float:

@@ -58,9 +58,7 @@ def same_object(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
 
 def same_vdevice(a: tvm.relax.VDevice | None, b: tvm.relax.VDevice | None) -> bool:
     """Return whether both are None, or equal in target, ``vdevice_id`` and ``memory_scope``."""
-    if a is None or b is None:
-        return a is b
-    return same_object(a, b) or bool(tvm_ffi.structural_equal(a, b))
+    return a is b if a is None or b is None else same_object(a, b) or bool(tvm_ffi.structural_equal(a, b))
 
 
 def on_one_device(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:

@@ -256,9 +256,7 @@ class _Cutter:
         return [leaf for each in result for leaf in self._leaves(each)]
 
     def _sources(self, result: Any) -> Any:
-        if isinstance(result, HostVar):
-            return self._source(*result)
-        return tuple(map(self._sources, result))
+        return self._source(*result) if isinstance(result, HostVar) else tuple(map(self._sources, result))
 
 
 def plan_of_runs(

@@ -140,9 +140,7 @@ def variadic(node: Node) -> relax.Expr:
     result = node.tensor(0)
     for index in range(1, len(node.inputs)):
         result = node.emit(operation(result, node.tensor(index)))
-    if node.op_type != "Mean":
-        return result
-    return node.emit(result / const(len(node.inputs), dtype_of(result)))
+    return result if node.op_type != "Mean" else node.emit(result / const(len(node.inputs), dtype_of(result)))
 
 
 @converts("Div")

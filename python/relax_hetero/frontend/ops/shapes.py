@@ -49,9 +49,7 @@ def shape(node: Node) -> relax.Expr:
             return _shape_at_run_time(node, value)
     dims: list[Dim] = [len(value.values)] if isinstance(value, relax.ShapeExpr) else node.shape(value)
     dims = dims[slice(node.attribute("start", 0), node.attribute("end", None))]
-    if all(isinstance(dim, int) for dim in dims):
-        return const(dims, "int64")
-    return relax.ShapeExpr(dims)
+    return const(dims, "int64") if all(isinstance(dim, int) for dim in dims) else relax.ShapeExpr(dims)
 
 
 def _shape_at_run_time(node: Node, value: relax.Expr) -> relax.Expr:

@@ -143,9 +143,7 @@ class HeadsView(View):
 
 
 def _product(left: Expr, right: Expr) -> Expr:
-    if isinstance(left, int) and left == 1:
-        return right
-    return left * right
+    return right if isinstance(left, int) and left == 1 else left * right
 
 
 @dataclass(frozen=True)

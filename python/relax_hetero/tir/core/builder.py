@@ -211,9 +211,7 @@ def let(value: Expr) -> Expr:
     Only floats are bound. Integers are stored in memory that LLVM promotes to a register, for the reason given in
     `materialize`. (TVM's legalization of bfloat16 also fails on bound integers.)
     """
-    if str(value.ty.dtype).startswith(("float32", "float64")):
-        return T.bind(value)
-    return stored(value)
+    return T.bind(value) if str(value.ty.dtype).startswith(("float32", "float64")) else stored(value)
 
 
 def stored(value: Expr) -> Expr:

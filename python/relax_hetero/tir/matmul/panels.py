@@ -131,9 +131,7 @@ class Panels:
 
     def _widen_left(self, values: Any) -> Any:
         """Factors in the type of the micro-kernel."""
-        if self.right is None:
-            return values
-        return _widened(values[0] if isinstance(values, list) else values)
+        return values if self.right is None else _widened(values[0] if isinstance(values, list) else values)
 
     def widen_right(self, batch: Coordinates, column: Expr, k: KRange) -> None:
         """Widen the whole k-steps of the right panel at a column, unless it is read where it is."""

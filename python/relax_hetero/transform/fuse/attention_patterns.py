@@ -264,9 +264,7 @@ def _batch(block: Block, shape: list[Any], operands: tuple[relax.Expr, ...], res
             sizes = {"b": source[0], "h": source[1]}
             if regrouped((("b", "h"),), shape[:1], sizes):
                 return sizes
-    if isinstance(shape[0], tirx.IntImm):
-        return {"b": one, "h": shape[0]}
-    return {"b": shape[0], "h": one}
+    return {"b": one, "h": shape[0]} if isinstance(shape[0], tirx.IntImm) else {"b": shape[0], "h": one}
 
 
 def _batch_dims(shape: list[Any], sizes: dict[str, Any]) -> list[tuple[str, ...]] | None:

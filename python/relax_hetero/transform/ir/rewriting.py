@@ -219,9 +219,7 @@ def vdevice_in(ty: tvm.ir.Type) -> relax.VDevice | None:
 
 def op_name(value: relax.Expr) -> str | None:
     """The name of the op that `value` calls; None for any other value."""
-    if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
-        return value.op.name
-    return None
+    return value.op.name if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) else None
 
 
 def integers_of(expr: relax.Expr) -> list[int] | None:

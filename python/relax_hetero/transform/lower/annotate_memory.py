@@ -269,9 +269,7 @@ def _product(extents: Any, count: int = 1) -> Dim:
             count *= text
         else:
             symbolic.append(text)
-    if not symbolic:
-        return count
-    return "*".join([str(count), *symbolic] if count != 1 else symbolic)
+    return count if not symbolic else "*".join([str(count), *symbolic] if count != 1 else symbolic)
 
 
 def _sizes(params: Any, args: Any) -> dict[str, Dim]:

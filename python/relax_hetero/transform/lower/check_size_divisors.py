@@ -55,9 +55,7 @@ def check_size_divisors(mod: tvm.IRModule) -> tvm.IRModule:
             guarded = _guarded(mod, func, gv.name_hint, checks)
             if guarded is not None:
                 functions[gv] = guarded.with_attr(DIVISORS_CHECKED, True)
-    if not functions:
-        return mod
-    return with_remarks(with_functions(mod, functions), checks=tuple(checks))
+    return mod if not functions else with_remarks(with_functions(mod, functions), checks=tuple(checks))
 
 
 CheckSizeDivisors = declare_pass("CheckSizeDivisors", check_size_divisors)

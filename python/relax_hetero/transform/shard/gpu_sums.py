@@ -281,9 +281,7 @@ class GpuSums:
             return None
         eps, bindings = scaled
         result = self._sole_user(bindings[-1], "relax.multiply")
-        if result is None:
-            return None
-        return eps, [_other(result, bindings[-1].var)], [*bindings, result]
+        return None if result is None else (eps, [_other(result, bindings[-1].var)], [*bindings, result])
 
     def _from_mean(self, var: relax.Var, mean: relax.VarBinding) -> _NormPattern | None:
         """A layer norm of several ops, as exporters write it."""

@@ -370,9 +370,7 @@ def _concat(op: OpCall) -> OpPlan | None:
         operands.append(Sharding(axis, own))
         segments += own or (known(operand.shape[axis]) or 0,)
     result = Sharding(axis, tuple(segments))
-    if not result.divides(op.shapes[0], op.count):
-        return None
-    return OpPlan(operands, [result])
+    return None if not result.divides(op.shapes[0], op.count) else OpPlan(operands, [result])
 
 
 @_of_split

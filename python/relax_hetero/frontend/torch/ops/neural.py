@@ -155,9 +155,7 @@ def layer_norm(
     weight = const(np.ones(sizes), dtype) if weight is None else weight
     bias = const(np.zeros(sizes), dtype) if bias is None else bias
     result = node.emit(relax.op.nn.layer_norm(x, weight, bias, axes, eps))
-    if node.op.startswith("native"):
-        return [result]
-    return result
+    return [result] if node.op.startswith("native") else result
 
 
 @converts("rms_norm")

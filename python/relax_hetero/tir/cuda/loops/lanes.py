@@ -68,9 +68,7 @@ class LaneBox:
 def max_lanes(types: Sequence[str]) -> int:
     """Number of lanes that fills 16 bytes of the widest type, and at least a word of the narrowest."""
     sizes: list[int] = [int(bytes_of(dtype)) for dtype in types]
-    if not sizes or min(sizes) == 0:
-        return 1
-    return max(VECTOR_BYTES // max(sizes), WORD_BYTES // min(sizes), 1)
+    return 1 if not sizes or min(sizes) == 0 else max(VECTOR_BYTES // max(sizes), WORD_BYTES // min(sizes), 1)
 
 
 def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> LaneBox:
