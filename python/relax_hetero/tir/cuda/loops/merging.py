@@ -95,12 +95,9 @@ def _selection_merge(sums: Sequence[Sum]) -> Merge | None:
     by_buffer = {s.buffer: var for s, var in zip(sums, own, strict=True)}
     values = [_with_narrow_comparisons(_with_narrow_bits(s.value), _buffers(sums), terms) for s in sums]
 
-    def accumulator(load: Load) -> Expr:
-        return by_buffer.get(load.source, load)
-
     joined = []
     for value in values:
-        value = with_loads(_replace_terms(value, terms, new), accumulator)
+        value = with_loads(_replace_terms(value, terms, new), lambda load: by_buffer.get(load.source, load))
         if sources(value) or not _variables(value) <= {*own, *new}:
             return None
         joined.append(_without_branches(value))
