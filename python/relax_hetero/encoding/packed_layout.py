@@ -275,25 +275,14 @@ class PackedLayout:
 
 
 def tiled(
-    index_map: IndexMap,
-    outer: Sequence[str],
-    tiles: Mapping[str, int],
+    index_map: IndexMap,  # index map of the operand in the order of its shape, so that transposes are composed here
+    outer: Sequence[str],  # order of the other dimensions: ("n", "k")
+    tiles: Mapping[str, int],  # tile of each dimension, in storage order; tiles of size one are left out
+    # compensation, swizzle: see `PackedLayout`.
     compensation: bool = False,
     swizzle: bool = False,
 ) -> PackedLayout:
-    """The layout with batch dimensions outermost, then the dimensions `outer`, then the tiles.
-
-    Parameters
-    ----------
-    index_map : IndexMap
-        Index map of the operand in the order of its shape, so that transposes are composed here.
-    outer : sequence of str
-        Order of the other dimensions: ("n", "k").
-    tiles : mapping of str to int
-        Tile of each dimension, in storage order; tiles of size one are left out.
-    compensation, swizzle : bool
-        See `PackedLayout`.
-    """
+    """The layout with batch dimensions outermost, then the dimensions `outer`, then the tiles."""
     batch = [dim for dim, name in enumerate(index_map) if name not in outer]
     inner = [(index_map.index(name), tile) for name, tile in tiles.items() if tile > 1]
     return PackedLayout(

@@ -149,27 +149,13 @@ def host_vdevice(
 def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
     """Look up a vdevice, without a fallback.
 
-    Parameters
-    ----------
-    spec : str, tvm.runtime.Device or VDevice
-        ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all;
-        ``"b/kind:i"``, ``"b/kind"`` and ``"b/vdevice:j"`` count vdevices of host `b` only. TVMScript's printed form
-        ``"kind:i:scope"`` also requires that scope. ``"kind[i:j]"`` is the mesh of ``kind:i`` to ``kind:j-1``, and
-        ``"kind[0:4](2, 2)"`` one of two axes (`target.mesh`); meshes are in no list. A device matches the first entry
-        of its device type whose ``vdevice_id`` is its index. A VDevice matches the same object, else the first equal
-        entry.
-    vdevices : Sequence[VDevice]
-        List to search, usually ``vdevices_of(mod)``.
-
-    Returns
-    -------
-    vdevice : VDevice
-        Entry of the list, or a mesh of entries.
-
-    Raises
-    ------
-    VDeviceError
-        No match; the message lists the available names.
+    `spec`: ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all;
+    ``"b/kind:i"``, ``"b/kind"`` and ``"b/vdevice:j"`` count vdevices of host `b` only. TVMScript's printed form
+    ``"kind:i:scope"`` also requires that scope. ``"kind[i:j]"`` is the mesh of ``kind:i`` to ``kind:j-1``, and
+    ``"kind[0:4](2, 2)"`` one of two axes (`target.mesh`); meshes are in no list. A device matches the first entry of
+    its device type whose ``vdevice_id`` is its index. A VDevice matches the same object, else the first equal entry.
+    `vdevices`: list to search, usually ``vdevices_of(mod)``. Returns the entry of the list, or a mesh of entries.
+    Raises VDeviceError: no match; the message lists the available names.
     """
     if isinstance(spec, str):
         return _lookup_name(spec, vdevices)

@@ -200,41 +200,21 @@ class Arrangement:
 def arrangements(
     file: GgufFile,
     model: Hyperparameters,
+    # For its context and chunks; replicas have as many sequences as texts, and decode as many rows as their stages have
+    # at a time.
     cache: PagedCache,
-    vdevice: tvm.relax.VDevice,
-    costs: CostModel,
+    vdevice: tvm.relax.VDevice,  # a device of the fleet
+    costs: CostModel,  # cost model of that device alone
     fleet: Fleet,
-    texts: int,
-    limit: int | None = None,
-    calibration: Calibration | None = None,
+    texts: int,  # texts that are generated at the same time
+    limit: int | None = None,  # maximum bytes of a device
+    calibration: Calibration | None = None,  # measurements of the device with the model
+    # Layer -> counts of its experts (`place_experts.read_expert_counts`); by default all are equally frequent.
     expert_counts: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Arrangement]:
     """All arrangements of a model on a fleet that fit, the one with the most tokens per second first.
 
-    Parameters
-    ----------
-    file, model : GgufFile, Hyperparameters
-    cache : PagedCache
-        For its context and chunks; replicas have as many sequences as texts, and decode as many rows as their stages
-        have at a time.
-    vdevice : VDevice
-        A device of the fleet.
-    costs : CostModel
-        Cost model of that device alone.
-    fleet : Fleet
-    texts : int
-        Texts that are generated at the same time.
-    limit : int, optional
-        Maximum bytes of a device.
-    calibration : Calibration, optional
-        Measurements of the device with the model.
-    expert_counts : mapping from int to sequence of float, optional
-        Layer -> counts of its experts (`place_experts.read_expert_counts`); by default all are equally frequent.
-
-    Raises
-    ------
-    PlacementError
-        If the model fits in no arrangement.
+    Raises PlacementError if the model fits in no arrangement.
     """
     fitting, least = [], math.inf
     for tensor, stages, replicas in group_shapes(model, fleet):

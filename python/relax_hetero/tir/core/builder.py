@@ -31,10 +31,7 @@ _stored: ContextVar[set[tirx.Var]] = ContextVar("_stored")
 class Function:
     """A PrimFunc under construction, as a context manager.
 
-    Parameters
-    ----------
-    registers : str
-        Scope of `Registers` and of materialized values: "local" in GPU kernels, one for each thread.
+    `registers`: scope of `Registers` and of materialized values: "local" in GPU kernels, one for each thread.
     """
 
     def __init__(self, name: str, registers: str = "global") -> None:

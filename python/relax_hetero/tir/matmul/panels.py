@@ -152,18 +152,15 @@ class Panels:
         """The products of the panel of a tile, from `first_k` on."""
         return lambda sums, k, at: self._multiply(sums, tile, k, first_k, at)
 
-    def _multiply(self, sums: VectorTile, tile: Expr, k: KRange, first_k: Expr, at: Coordinates) -> None:
-        """Add the products of the whole k-steps of a range to accumulators.
-
-        Parameters
-        ----------
-        tile : PrimExpr
-            Number of the panel.
-        first_k : PrimExpr or int
-            First k of the panel.
-        at : Coordinates
-            Position of the tile.
-        """
+    def _multiply(
+        self,
+        sums: VectorTile,
+        tile: Expr,  # number of the panel
+        k: KRange,
+        first_k: Expr,  # first k of the panel
+        at: Coordinates,  # position of the tile
+    ) -> None:
+        """Add the products of the whole k-steps of a range to accumulators."""
         rhs, kernel = self.spec.rhs, _kernel(self.spec, sums.rows, self.rows)
 
         def slots() -> list[tuple[int, Any]]:

@@ -183,18 +183,15 @@ class Operands:
             return expr if handle(new) == handle(expr) else new
         return expr
 
-    def coerce(self, expr: relax.Expr, tree: Tree, required: Tree, point: tuple[int, int]) -> relax.Expr:
-        """An operand with every tensor on the device that the use needs.
-
-        Parameters
-        ----------
-        expr, tree
-            Expression in the source module, and the nodes of its tensors.
-        required : Tree
-            Node whose device is needed: one for all tensors, or a tree; None and ANY: the present device.
-        point : tuple
-            Scope and record index of the use.
-        """
+    def coerce(
+        self,
+        # expr, tree: expression in the source module, and the nodes of its tensors.
+        expr: relax.Expr,
+        tree: Tree,
+        required: Tree,  # node whose device is needed: one for all tensors, or a tree; None and ANY: the present device
+        point: tuple[int, int],  # scope and record index of the use
+    ) -> relax.Expr:
+        """An operand with every tensor on the device that the use needs."""
         kind = type(expr)
         if kind is relax.Tuple and isinstance(tree, tuple):
             old = list(expr.fields)

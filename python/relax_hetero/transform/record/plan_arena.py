@@ -41,10 +41,7 @@ class Arena:
 def plan_arena(values: Sequence[Lifetime]) -> Arena:
     """Place values, aligned to `ARENA_ALIGNMENT`, so that values with overlapping lifetimes share no bytes.
 
-    Parameters
-    ----------
-    values : sequence of Lifetime
-        Values in the order of the commands that define them. Those that are live during the same command overlap.
+    `values`: values in the order of the commands that define them. Those that are live during the same command overlap.
     """
     offsets: list[Any] = [0] * len(values)
     base: Any = 0

@@ -29,19 +29,15 @@ With 0 seconds it raises the error of an earlier check only.
 
 
 class Event:
-    """A CUDA event; before it is recorded, it counts as reached.
+    """A CUDA event; before it is recorded, it counts as reached."""
 
-    Parameters
-    ----------
-    gpu : int
-        GPU whose streams record it; streams of any GPU may wait for it.
-    sleeps : bool
-        Whether threads that wait for it block (which adds some microseconds) rather than spin.
-    timed : bool
-        Whether it records a time.
-    """
-
-    def __init__(self, library: CudaLibrary, gpu: int, sleeps: bool = False, timed: bool = False) -> None:
+    def __init__(
+        self,
+        library: CudaLibrary,
+        gpu: int,  # GPU whose streams record it; streams of any GPU may wait for it
+        sleeps: bool = False,  # whether threads that wait for it block (which adds some microseconds) rather than spin
+        timed: bool = False,  # whether it records a time
+    ) -> None:
         self.library, self.gpu = library, gpu
         library.use(gpu)
         flags = (_BLOCKING_SYNC if sleeps else 0) | (0 if timed else _DISABLE_TIMING)

@@ -134,10 +134,7 @@ def reduce_warp(register: Expr, value: Expr, operation: str) -> None:
 def copy_async(target: Expr, source: Expr, size: int, valid: Expr | None = None) -> None:
     """Copy `size` bytes (4, 8 or 16, the addresses' alignment) from global to shared memory, without registers.
 
-    Parameters
-    ----------
-    valid : PrimExpr, optional
-        Bytes that are read, 0 to `size`; the others become zeros. The address must be valid even for 0.
+    `valid`: bytes that are read, 0 to `size`; the others become zeros. The address must be valid even for 0.
     """
     form = "cg" if size == 16 else "ca"
     extra = [] if valid is None else [_u32(valid)]

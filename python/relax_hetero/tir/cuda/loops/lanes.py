@@ -74,12 +74,8 @@ def max_lanes(types: Sequence[str]) -> int:
 def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> LaneBox:
     """Vectorize the accesses of a box that are contiguous along a loop.
 
-    Parameters
-    ----------
-    lanes : int
-        Elements of a vector, which begins at a multiple of `lanes` along the loop.
-    along_results : bool
-        Whether the loop is spatial: results are then stored in vectors too.
+    `lanes`: elements of a vector, which begins at a multiple of `lanes` along the loop. `along_results`: whether the
+    loop is spatial: results are then stored in vectors too.
     """
     if lanes == 1:
         return LaneBox(box, loop.var, 1)

@@ -157,15 +157,9 @@ class OperandTile(StageTile):
         extent: Expr,
         depth: Expr,
         threads: int = PRODUCERS,
-        may_transpose: bool = True,
+        may_transpose: bool = True,  # whether the kernel supports transposed tiles
     ) -> OperandTile:
-        """Tile of an opened view, with the best method of loading that its storage allows.
-
-        Parameters
-        ----------
-        may_transpose : bool
-            Whether the kernel supports transposed tiles.
-        """
+        """Tile of an opened view, with the best method of loading that its storage allows."""
         source, width = source_of(view, row_dim)
         if source is Source.COLUMNS and (rows % PACKED_ROWS or not may_transpose):
             # Transposed tiles consist of stripes of 64 rows.
@@ -232,17 +226,11 @@ class OperandTile(StageTile):
         shared: SharedMemory,
         offset: Expr,
         at: Coordinates,
-        place: tuple[Expr, Expr],
+        place: tuple[Expr, Expr],  # first row of the tile, and index of the packed tile in it
         step: Expr,
         barrier: Expr,
     ) -> None:
-        """Issue the bulk copy of a packed tile, by one thread.
-
-        Parameters
-        ----------
-        place : tuple of PrimExpr
-            First row of the tile, and index of the packed tile in it.
-        """
+        """Issue the bulk copy of a packed tile, by one thread."""
         first, block = place
         skip = block * PACKED_ROWS
         row = self._clamp_block(first + (skip if isinstance(skip, int) else T.Cast("int64", skip)))

@@ -110,24 +110,15 @@ class MatrixOperand:
 
 def multiply_by_rows(
     sums: RegisterTile,
+    # left, right: tile and first row: of the warp's 16 rows, and of ``sums.columns`` rows.
     left: tuple[SharedTile, Expr],
     right: tuple[SharedTile, Expr],
-    width_bytes: int,
+    width_bytes: int,  # bytes of k
     types: tuple[str, str],
     lane: Expr,
-    first_step: Expr = 0,
+    first_step: Expr = 0,  # first k, in units of 32 bytes
 ) -> None:
-    """``sums = left @ right.T`` by mma.sync, as of queries and keys.
-
-    Parameters
-    ----------
-    left, right : tuple of SharedTile and PrimExpr
-        Tile and first row: of the warp's 16 rows, and of ``sums.columns`` rows.
-    width_bytes : int
-        Bytes of k.
-    first_step : PrimExpr or int
-        First k, in units of 32 bytes.
-    """
+    """``sums = left @ right.T`` by mma.sync, as of queries and keys."""
     sums.fill(0)
     a, b = ([register[i] for i in range(4)] for register in (local(4, "uint32"), local(4, "uint32")))
     with unrolled(-(-width_bytes // ptx.CONTRACTION_BYTES)) as step:
