@@ -13,7 +13,7 @@ from ..core.builder import Expr, Function, Masks, ceil_div, loop, materialize
 from ..core.view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
-from .dynamic_height import taps_at
+from .conv_geometry import taps_at
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from ..microkernel.fp16_partial_sums import Fp16PartialSums, mark_fp16_partial_s
 from ..microkernel.k_step import lhs_group, lhs_groups, llvm_import, rhs_groups, zero
 from ..microkernel.microkernel import VectorTile
 from .amx_conv import amx_convolution, emit_amx_conv
-from .conv_geometry import Segment, Taps
+from .conv_geometry import Segment, Taps, resolve_taps, row_segments
 from .conv_products import as_product
 from .conv_spec import (
     Convolution,
@@ -61,7 +61,6 @@ from .conv_spec import (
 )
 from .conv_winograd import emit_winograd
 from .depthwise_conv import emit_depthwise
-from .dynamic_height import resolve_taps, row_segments
 
 # The micro-kernel of a direct convolution: a register tile of pixels and output channels.
 #
