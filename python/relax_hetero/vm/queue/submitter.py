@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from tvm import runtime
 
@@ -14,9 +16,9 @@ from ..args.argument_binding import ArgumentBinder
 from ..args.argument_copies import copy_arguments
 from ..args.donated_arguments import argument_memory, memory_in_flight
 from ..args.results import check_out_buffers, fill_out_buffers, to_python
+from ..device import threads
 from ..device.constants import PlacedConstants
-from ..device.forks import watch_forks
-from ..device.machine_lock import MachineLock
+from ..device.machine_lock import MachineLock, hold_to_fork, release_after_fork
 from ..device.memory_limit import PoolWatch
 from ..device.tensors import AddressRange, is_host
 from ..device.threads import Threads, has_lost_threads
@@ -155,3 +157,29 @@ class Submitter:
             self.calls.fail_after_fork(HeteroError(message))
         elif has_lost_threads(self._threads):
             self.queued_functions = set(self._executable.function_names)
+
+
+class Forked(Protocol):
+    """An object that is notified of forks."""
+
+    def after_fork(self) -> None:
+        """Called in the child, by its only thread."""
+
+
+_machines: weakref.WeakSet[Forked] = weakref.WeakSet()
+
+
+def watch_forks(machine: Forked) -> None:
+    """Call `machine.after_fork` in forked children, as long as the machine lives."""
+    _machines.add(machine)
+
+
+def _after_fork() -> None:
+    release_after_fork()
+    threads.after_fork()  # first, because machines ask whether threads were lost
+    for machine in list(_machines):
+        machine.after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=hold_to_fork, after_in_parent=release_after_fork, after_in_child=_after_fork)
