@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +19,14 @@ from relax_hetero.compat.devices import normalized, vdevices_of
 from relax_hetero.compat.errors import Fail, InvalidArgument, NotImplemented, as_errors_of_onnxruntime
 from relax_hetero.compat.graph import ModelMetadata, NodeArg, read_graph
 from relax_hetero.compat.options import PER_SHAPE, RunOptions, SessionOptions, warn_once
-from relax_hetero.compat.profiling import SessionProfile
 from relax_hetero.compat.programs import Programs
 from relax_hetero.compat.text import without_text_steps
 from relax_hetero.compat.values import OrtValue, numpy_dtype_of, type_text_of_dtype
 from relax_hetero.errors import HeteroError
 from relax_hetero.vm.device.tensor_arrays import host_array
 from relax_hetero.vm.machine import VirtualMachine
+
+from ..vm.machine import VirtualMachine
 
 _STRING = "tensor(string)"
 
@@ -421,3 +424,50 @@ class _InputType:
             )
         self._check_shape(value.shape)
         return value.astype(str).astype(object)
+
+
+class SessionProfile:
+    """Events of a session since it was made, in a file whose name begins with `prefix`."""
+
+    def __init__(self, prefix: str) -> None:
+        self.start = time.perf_counter_ns()
+        self._path = f"{prefix}_{time.strftime('%Y-%m-%d_%H-%M-%S')}.json"
+        self._events: list[dict[str, Any]] = []
+
+    def note(self, category: str, name: str, begin: int, nanoseconds: float, args: Mapping[str, Any]) -> None:
+        """Add an event that began at a time of `time.perf_counter_ns`."""
+        self._events.append(
+            {
+                "cat": category,
+                "pid": os.getpid(),
+                "tid": threading.get_ident(),
+                "dur": round(nanoseconds / 1000),
+                "ts": round((begin - self.start) / 1000),
+                "ph": "X",
+                "name": name,
+                "args": dict(args),
+            }
+        )
+
+    def note_kernels(self, machine: VirtualMachine, feed: Mapping[str, Any]) -> None:
+        """Call the model once more, and add the time of each kernel, one after the other."""
+        begin = time.perf_counter_ns()
+        profile = machine.profile("main", **feed)
+        measured = [(c.variable, c.kernel, c.microseconds) for c in profile.commands]
+        inside = {kernel for _, kernel, _ in measured}
+        measured += [
+            (", ".join(row.ops) or row.symbol, row.symbol, row.microseconds)
+            for row in profile.rows
+            if row.symbol not in inside
+        ]
+        devices = {row.symbol: row.device for row in profile.rows}
+        for name, kernel, microseconds in measured:
+            args = {"op_name": kernel, "provider": devices.get(kernel, "")}
+            self.note("Node", f"{name}_kernel_time", begin, microseconds * 1000, args)
+            begin += round(microseconds * 1000)
+
+    def write(self) -> str:
+        """Write the file and return its path."""
+        with open(self._path, "w") as file:
+            json.dump(self._events, file)
+        return self._path
