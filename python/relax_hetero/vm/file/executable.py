@@ -30,7 +30,7 @@ from ..device.huge_pages import HugePages, on_huge_pages, release_file_pages
 from ..device.numa import move_constants_to_nodes
 from ..device.tensors import is_host
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
-from .load import load_code
+from .load_code import load_code
 
 _MAX_FUNCTIONS = 12  # maximum number of functions whose signatures a notebook shows
 
