@@ -26,8 +26,6 @@ from relax_hetero.errors import HeteroError
 from relax_hetero.vm.device.tensor_arrays import host_array
 from relax_hetero.vm.machine import VirtualMachine
 
-from ..vm.machine import VirtualMachine
-
 _STRING = "tensor(string)"
 
 

@@ -1,10 +1,12 @@
-"""Tiles of a convolution along one spatial dimension, and the taps that read data for them: plain integers, no code.
-
-For rows of symbolic length, some numbers are expressions (`dynamic_height`).
+"""Tiles of a convolution along one spatial dimension, and the taps that read data for them, without code.
 
 A tile is a run of neighbouring pixels of the result. Next to the padding, some taps lie outside of the data for some
 pixels of the tile; kernels leave these multiplications out, so that data need no padding. Tiles with the same taps
 share code.
+
+Numbers are plain integers, and some of them expressions for rows of symbolic length (`row_segments`). There, pixels at
+both ends of a row whose windows reach into padding are single tiles, whose taps are determined at run time. Between
+them all windows are whole: wide tiles as far as possible, then narrower ones.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tvm import runtime
 
@@ -68,7 +68,7 @@ class Submitter:
         self._schedules = {schedule.function: schedule for schedule in metadata.schedules}
         self._plans: dict[str, QueuePlan] = {}
         memory_in_flight.is_enabled |= any(signature.donated for signature in metadata.signatures.values())
-        watch_forks(self)
+        _submitters.add(self)
 
     def submit(
         self,
@@ -147,7 +147,11 @@ class Submitter:
         return to_python(result, self._constants.ranges, borrowed) if out is None else fill_out_buffers(out, result)
 
     def after_fork(self) -> None:
-        """Refuse calls in a process that was forked while the machine was in use (see `forks`, the only caller)."""
+        """Called in a forked child, which has only the thread that forked.
+
+        A machine that was in use refuses all calls, and its pending fences fail. If TVM's thread pool of the forking
+        thread was lost, plain calls go through queues, whose threads start in the child and have pools of their own.
+        """
         if self.calls.has_queues or not self._lock.is_free():
             message = (
                 "this machine was in use when the process was forked, and its threads do not exist in the child; "
@@ -159,26 +163,14 @@ class Submitter:
             self.queued_functions = set(self._executable.function_names)
 
 
-class Forked(Protocol):
-    """An object that is notified of forks."""
-
-    def after_fork(self) -> None:
-        """Called in the child, by its only thread."""
-
-
-_machines: weakref.WeakSet[Forked] = weakref.WeakSet()
-
-
-def watch_forks(machine: Forked) -> None:
-    """Call `machine.after_fork` in forked children, as long as the machine lives."""
-    _machines.add(machine)
+_submitters: weakref.WeakSet[Submitter] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
     release_after_fork()
     threads.after_fork()  # first, because machines ask whether threads were lost
-    for machine in list(_machines):
-        machine.after_fork()
+    for submitter in list(_submitters):
+        submitter.after_fork()
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -23,7 +23,7 @@ from ..matmul.simt_plan import SimtPlan, simt_plan
 from ..matmul.simt_tiles import SimtOperand, TiledProduct, known
 from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
-from . import cuda_depthwise_conv, filter_taps, simt_conv, tensor_core_conv
+from . import cuda_depthwise_conv, filter_taps, tensor_core_conv
 from .filter_taps import FilterTaps
 
 
@@ -86,6 +86,6 @@ def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:
         return tensor_core_conv.tensor_core_conv_kernel(problem, gpu)
     columns = int(problem.weight.shape[0]) // problem.groups
     is_narrow = problem.groups > 1 and columns < cuda_depthwise_conv.MAX_COLUMNS
-    if (is_narrow or simt_conv.unsupported_reason(problem)) and not cuda_depthwise_conv.unsupported_reason(problem):
+    if (is_narrow or unsupported_reason(problem)) and not cuda_depthwise_conv.unsupported_reason(problem):
         return cuda_depthwise_conv.depthwise_conv_kernel(problem, gpu)
-    return simt_conv.simt_conv_kernel(problem, gpu)
+    return simt_conv_kernel(problem, gpu)
