@@ -45,8 +45,7 @@ _KEY = re.compile(r"[0-9a-f]{40}")
 _DRAFT = r"\.[0-9a-f]{40}\.(so|json|cubin|figures)\.[0-9a-f]{32}"
 _SUFFIXES = ("so", "json", "hits")
 _MAX_DESCRIPTION_BYTES = 1 << 20
-# Folders for which a warning was logged.
-_refused: set[Path] = set()
+_refused: set[Path] = set()  # folders for which a warning was logged
 _STALE_SECONDS = 3600.0  # age of a draft after which its writer counts as dead
 
 

@@ -125,8 +125,7 @@ def _chunk_digest(chunk: np.ndarray) -> bytes:
 
 
 _log = logging.getLogger("relax_hetero")
-# Folders for which a failed write was logged.
-_unwritable_folders: set[Path] = set()
+_unwritable_folders: set[Path] = set()  # folders for which a failed write was logged
 
 MIN_COMPILE_SECONDS = 1.0  # minimum compile time of modules that are stored by default
 

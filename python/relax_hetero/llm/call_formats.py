@@ -29,8 +29,7 @@ class CallFormat:
 
     name: str  # name, for options
     texts: tuple[str, ...]  # texts that are all in the chat templates of models with this format
-    # Routine that parses an answer after the reasoning.
-    parse: Callable[[Reader, AnswerParser], Routine[None]]
+    parse: Callable[[Reader, AnswerParser], Routine[None]]  # routine that parses an answer after the reasoning
     # Texts before and after the arguments of a call, between two, before all calls and after all, in calls that the
     # server forces; ``{name}`` is the tool. No calls follow the first if `between` is None.
     before: str

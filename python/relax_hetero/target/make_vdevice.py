@@ -18,8 +18,7 @@ from .hosts import check_host, host_of, hosts_of, on_host, split_host
 from .mesh import MESH_NAME
 from .native_target import check_cpu_names, default_target, device_kinds, native
 
-# One entry of a `vdevices=` list.
-VDeviceEntry: TypeAlias = "str | dict[str, Any] | Target | tvm.relax.VDevice"
+VDeviceEntry: TypeAlias = "str | dict[str, Any] | Target | tvm.relax.VDevice"  # one entry of a `vdevices=` list
 
 _SCOPE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([.\-][A-Za-z0-9_]+)*")
 _NUMBERED = re.compile(r"(?P<target>[^\s:{}]+)(:(?P<id>0|[1-9][0-9]*))?")

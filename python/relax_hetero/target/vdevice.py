@@ -41,8 +41,7 @@ __all__ = [
     "with_vdevices",
 ]
 
-# Forms in which users refer to a vdevice.
-VDeviceSpec: TypeAlias = "str | tvm.runtime.Device | tvm.relax.VDevice"
+VDeviceSpec: TypeAlias = "str | tvm.runtime.Device | tvm.relax.VDevice"  # forms in which users refer to a vdevice
 
 _CPU = 1  # kDLCPU
 # TVMScript prints "kind:i:scope", where i counts the kind over all hosts.

@@ -27,8 +27,7 @@ from .work_graph import OUTSIDE
 
 INFINITE = 1 << 62
 
-# Maximum number of rounds over all pairs of devices; later ones gain little.
-_MAX_REFINEMENTS = 5
+_MAX_REFINEMENTS = 5  # maximum number of rounds over all pairs of devices; later ones gain little
 
 
 def min_work(costs: PlanCosts, plan: list[int]) -> list[int]:
@@ -238,8 +237,7 @@ Clusters = list[list[int]]
 # Maximum number of units and values that a refinement of one starting point examines, which takes about a second.
 _MAX_EFFORT = 300_000
 
-# Maximum number of assignments of clusters to devices that exhaustive search tries.
-MAX_PLANS = 4096
+MAX_PLANS = 4096  # maximum number of assignments of clusters to devices that exhaustive search tries
 
 # Maximum number of passes over the clusters of one partition, and of clusters whose pairs are exchanged.
 _MAX_ROUNDS = 4

@@ -25,8 +25,7 @@ from .node_names import NodeInfo, subgraphs_of, variable_name, walk_nodes
 from .onnx_model import OnnxModel
 from .support import has_converter
 
-# Constants up to this number of elements may hold sizes, axes or pads.
-_MAX_SIZE_ELEMENTS = 1024
+_MAX_SIZE_ELEMENTS = 1024  # constants up to this number of elements may hold sizes, axes or pads
 
 
 def known_types(proto: onnx.ModelProto, inputs: Mapping[str, relax.Var]) -> dict[str, onnx.TypeProto]:

@@ -82,8 +82,7 @@ _UNDECOMPOSED = frozenset(
     "multilabel_margin_loss_forward".split()
 )
 
-# Core ATen ops that torch decomposes for its own compiler only.
-_DECOMPOSED = frozenset("dist ldexp".split())
+_DECOMPOSED = frozenset("dist ldexp".split())  # core ATen ops that torch decomposes for its own compiler only
 
 # Argument -> value for which a random op is deterministic.
 _DETERMINISTIC_ARGUMENTS = {"train": False, "training": False, "p": 0, "dropout_p": 0, "dropout": 0, "num_layers": 1}

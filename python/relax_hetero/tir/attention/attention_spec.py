@@ -40,16 +40,13 @@ from ..math.casts import cast
 # Keys of a block: their scores with a tile of 8 queries take a third of the L1 cache, keys and values of width 64
 # together a quarter of the L2 cache.
 BLOCK_KEYS = 512
-# Queries of a block: packing a block of keys for them costs 1 % of their computation.
-BLOCK_QUERIES = 256
+BLOCK_QUERIES = 256  # queries of a block: packing a block of keys for them costs 1 % of their computation
 # Maximum number of queries for which keys and values are read in place. Measured (AVX-512, 512 keys of width 64):
 # packing them takes two thirds of the time of one query.
 DECODE_QUERIES = 2
-# Keys of a block with AMX: the scores of 32 queries fill the L1 cache.
-AMX_BLOCK_KEYS = 256
+AMX_BLOCK_KEYS = 256  # keys of a block with AMX: the scores of 32 queries fill the L1 cache
 
-# Forms of instructions that multiply pairs of neighbours in memory.
-_PAIRED_FORMS = ("bf16_dot", "f16_sums")
+_PAIRED_FORMS = ("bf16_dot", "f16_sums")  # forms of instructions that multiply pairs of neighbours in memory
 
 Coordinates = Mapping[str, Expr]  # a position by the names of iteration dimensions, int64; missing names are at 0
 

@@ -50,8 +50,7 @@ from .conv_spec import Convolution, split_rows
 
 GROUP_BYTES = 4  # bytes of a group of k0 neighbouring input channels, for every type
 
-# Steps that fill less of a tile are slower than vectors.
-MIN_STEP_BYTES = 16
+MIN_STEP_BYTES = 16  # steps that fill less of a tile are slower than vectors
 
 # Maximum bytes of a block's copied rows, which stay in the L2 cache. Each block reads the weight again, so that a block
 # has a minimum number of pixels, up to a larger number of bytes.

@@ -68,8 +68,7 @@ from .depthwise_conv import emit_depthwise
 # of each output channel of the panel. If the instruction flips the sign bits of the data, a tile starts from the
 # compensation in the weight's layout, for the taps that it reads: padding is not part of any sum.
 
-# Maximum number of steps over the input channels for which the loop is unrolled.
-MAX_UNROLLED_STEPS = 4
+MAX_UNROLLED_STEPS = 4  # maximum number of steps over the input channels for which the loop is unrolled
 
 # Maximum number of fp16 chains of a tile whose sums are converted to float32 only at the end of the tile.
 MAX_FP16_CHAINS = 12

@@ -36,8 +36,7 @@ from ..core.walks import nodes, replaced
 from .nests import Nest
 from .stages import Axis, variables
 
-# More boxes cost more to compile than they save; code of reductions is larger.
-_MAX_BOXES, _MAX_REDUCTION_BOXES = 40, 9
+_MAX_BOXES, _MAX_REDUCTION_BOXES = 40, 9  # more boxes cost more to compile than they save; code of reductions is larger
 
 _MAX_BORDER_ROWS = 2
 

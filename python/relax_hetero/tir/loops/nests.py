@@ -25,10 +25,8 @@ from ..core.builder import Expr, plain_extent
 from ..core.walks import replaced
 from .stages import Axis, Load, Stage, loads, node_count, sources, with_loads
 
-# A value of at most so many operations is computed again wherever it is read.
-_MAX_CHEAP_OPS = 8
-# A larger value is not inlined.
-_MAX_INLINED_OPS = 96
+_MAX_CHEAP_OPS = 8  # a value of at most so many operations is computed again wherever it is read
+_MAX_INLINED_OPS = 96  # a larger value is not inlined
 # A value with more nodes, indices and casts included, is not inlined: a chain of values that each read the one before
 # twice would double with each of them.
 _MAX_INLINED_NODES = 512

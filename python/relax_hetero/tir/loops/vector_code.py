@@ -27,8 +27,7 @@ _VECTOR_FUNCTIONS = frozenset(f"tirx.{name}" for name in "erf log1p asin acos at
 # An expression of more nodes is computed before its use. The time of TVM's simplifier doubles with each maximum of a
 # minimum inside of another, and its walks recurse.
 _MAX_NODES = 64
-# Reads with a stride up to this are contiguous reads and a shuffle.
-_MAX_SHUFFLED_STRIDE = 4
+_MAX_SHUFFLED_STRIDE = 4  # reads with a stride up to this are contiguous reads and a shuffle
 
 
 def slot(dtype: str, lanes: int) -> tirx.Buffer:

@@ -27,8 +27,7 @@ _TERM_OF_OP = {f"relax.{function.op}": name for name, function in FUNCTIONS.item
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32")
-# x**2 and x**3 become products, which are exact; exporters write tanh-gelu with them.
-_MAX_POWER = 3
+_MAX_POWER = 3  # x**2 and x**3 become products, which are exact; exporters write tanh-gelu with them
 
 
 def to_expression(call: relax.Expr) -> tuple[Expression, list[relax.Expr]] | None:

@@ -48,8 +48,7 @@ _SUFFIX = re.compile(
     r"encoded|plain|packed|scratch|rows|attended|whole|made|product|sum|own|shared|constant|taken|numbers|phases|wide"
     r"|part\d*|float\d+|bfloat16|int\d+|uint\d+|llvm|cuda|\d+"
 )
-# Default names of passes; the model may use the same ones for other values.
-_DEFAULT_NAME = re.compile(r"(lv|gv)\d*")
+_DEFAULT_NAME = re.compile(r"(lv|gv)\d*")  # default names of passes; the model may use the same ones for other values
 
 
 def kernel_nodes(

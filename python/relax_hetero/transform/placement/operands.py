@@ -16,8 +16,7 @@ from .transfers import TransferPlan
 
 # Types with devices.
 
-# Function that gives the vdevice of one tensor.
-Resolve = Callable[["int | ConstLeaf"], relax.VDevice]
+Resolve = Callable[["int | ConstLeaf"], relax.VDevice]  # function that gives the vdevice of one tensor
 
 
 def tensor_on(ty: relax.TensorType, vdevice: relax.VDevice) -> relax.TensorType:

@@ -200,8 +200,7 @@ def _missing_successor_text(
     )
 
 
-# Operand for the operator that makes hint attributes.
-_ANY_TENSOR = relax.Var("x", relax.TensorType(ndim=-1))
+_ANY_TENSOR = relax.Var("x", relax.TensorType(ndim=-1))  # operand for the operator that makes hint attributes
 
 
 def first_use(mod: tvm.IRModule, node: tvm.runtime.Object) -> str:

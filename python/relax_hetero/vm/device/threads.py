@@ -92,7 +92,7 @@ def has_lost_threads(threads: Threads) -> bool:
 
 
 def after_fork() -> None:
-    """Reset the state in a forked child, where other threads and this thread's pool are gone (see `vm.queue.submitter`)."""
+    """Reset the state in a forked child, where other threads and this thread's pool are gone."""
     _calling.clear()
     _thread.pool = Pool(False)
     workers.after_fork()

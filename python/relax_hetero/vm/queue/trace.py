@@ -38,8 +38,7 @@ from .stream_queue import Point
 
 Event = dict[str, Any]
 
-# Calls have tracks 0, 1, ...; threads have tracks from this number on.
-_FIRST_THREAD_TRACK = 1000
+_FIRST_THREAD_TRACK = 1000  # calls have tracks 0, 1, ...; threads have tracks from this number on
 
 RESULT = -1  # step index that stands for the conversion of the function's result to the caller's
 

@@ -327,8 +327,7 @@ def _sums(merge: Merge, buffers: list[tirx.Buffer], offset: Expr, terms: list[Ex
 
 # Maps: boxes without a reduction, a few elements per thread.
 
-# Strided elements of a thread, whose loads are in flight together.
-_STRIDED_LANES = 4
+_STRIDED_LANES = 4  # strided elements of a thread, whose loads are in flight together
 # A thread has several strided elements only of boxes with many elements, and expressions of few nodes.
 _MIN_STRIDED_ELEMENTS, _MAX_STRIDED_NODES = 1 << 18, 200
 

@@ -29,11 +29,9 @@ from .arithmetic import NARROW, for_cuda
 LANE = tirx.Var("lane", "int64")  # variable that stands for the lane number in expressions
 WORD_BYTES = 4  # bytes of a word, the unit of vector copies
 
-# Larger expressions are stored in registers before use: TVM's simplifier and visitors are slow on them.
-_MAX_NODES = 64
+_MAX_NODES = 64  # larger expressions are stored in registers before use: TVM's simplifier and visitors are slow on them
 
-# A choice between expressions of fewer nodes is left to the compiler: its branches are cheap.
-_MIN_BRANCH_NODES = 4
+_MIN_BRANCH_NODES = 4  # a choice between expressions of fewer nodes is left to the compiler: its branches are cheap
 
 Registers = Mapping[tirx.Buffer, tirx.Buffer]
 """Registers of a thread, one per lane, by the buffer whose values they hold."""

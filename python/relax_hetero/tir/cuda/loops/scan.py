@@ -32,8 +32,7 @@ COMBINE: dict[str, tuple[float, Callable[[Expr, Expr], Expr]]] = {
 """Initial value and function of each kind of scan."""
 
 _THREADS, _LANES = 256, 4
-# Maximum elements of a line that one thread scans.
-_MAX_THREAD_LINE = 32
+_MAX_THREAD_LINE = 32  # maximum elements of a line that one thread scans
 
 
 @dataclass(frozen=True)
