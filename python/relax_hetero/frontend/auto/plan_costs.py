@@ -11,7 +11,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from .cost_model import CostModel
 from .work_graph import OUTSIDE, WorkGraph, WorkValue
@@ -272,67 +271,52 @@ def _makespan(
     return now
 
 
-class Measure(Protocol):
-    """A mutable plan and its cost.
+class Measure:
+    """A mutable plan and its cost."""
 
-    Attributes
-    ----------
-    plan : list of int
-        Device of every unit; changed by the methods only.
-    key : tuple of int
-        Cost, compared lexicographically.
-    effort : int
-        Number of units and values examined so far.
-    """
-
-    plan: list[int]
-    key: tuple[int, ...]
-    effort: int
-
-    def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
-        """Put units on devices."""
-
-    def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
-        """Put units on devices if that is better."""
-
-
-class CallTime:
-    """Cost for latency: excess of memory limits, time of one call (`call_ticks`), total work."""
+    key: tuple[int, ...] = ()  # cost, compared lexicographically
 
     def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
         self._costs = costs
-        self.effort = 0
-        self.plan = list(plan)
-        self.key: tuple[int, ...] = ()
-        self.move((), ())
+        self.effort = 0  # number of units and values examined so far
+        self.plan = list(plan)  # device of every unit; changed by the methods only
 
     def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
         """Put units on devices."""
-        self._put(units, devices)
-        costs = self._costs
-        self.key = (*costs.excess_bytes(self.plan), call_ticks(costs, self.plan), costs.total(self.plan))
-        self.effort += (len(self.plan) + len(costs.graph.values)) * (1 + len(costs.limits))
+        for unit, device in zip(units, devices, strict=True):
+            self.plan[unit] = device
+
+    _move_back = move
 
     def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
         """Put units on devices if that is better."""
         old_devices, key = [self.plan[unit] for unit in units], self.key
         self.move(units, devices)
         if not self.key < key:
-            self._put(units, old_devices)
+            self._move_back(units, old_devices)
             self.key = key
 
-    def _put(self, units: Sequence[int], devices: Sequence[int]) -> None:
-        for unit, device in zip(units, devices, strict=True):
-            self.plan[unit] = device
+
+class CallTime(Measure):
+    """Cost for latency: excess of memory limits, time of one call (`call_ticks`), total work."""
+
+    def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
+        super().__init__(costs, plan)
+        self.move((), ())
+
+    def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
+        """Put units on devices."""
+        super().move(units, devices)
+        costs = self._costs
+        self.key = (*costs.excess_bytes(self.plan), call_ticks(costs, self.plan), costs.total(self.plan))
+        self.effort += (len(self.plan) + len(costs.graph.values)) * (1 + len(costs.limits))
 
 
-class BusiestQueue:
+class BusiestQueue(Measure):
     """Cost for throughput: excess of memory limits, time of the busiest queue, of the second, and so on."""
 
     def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
-        self._costs = costs
-        self.effort = 0
-        self.plan = list(plan)
+        super().__init__(costs, plan)
         self._busy = costs.busy_queues(plan)
         self.key = self._sorted()
 
@@ -341,20 +325,14 @@ class BusiestQueue:
         costs = self._costs
         around = {value for unit in units for value in costs.around[unit]}
         self._add(units, around, -1)
-        for unit, device in zip(units, devices, strict=True):
-            self.plan[unit] = device
+        super().move(units, devices)
         self._add(units, around, 1)
         self.key = self._sorted()
         self.effort += len(units) + len(around)
         if costs.limits:  # memory is computed for the whole program
             self.effort += len(self.plan) + len(costs.graph.values)
 
-    def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
-        """Put units on devices if that is better."""
-        old_devices, key = [self.plan[unit] for unit in units], self.key
-        self.move(units, devices)
-        if not self.key < key:
-            self.move(units, old_devices)
+    _move_back = move
 
     def _add(self, units: Sequence[int], values: set[int], sign: int) -> None:
         costs = self._costs
