@@ -14,7 +14,7 @@ from ..errors import CacheError
 from .model import DecodeStep, Model
 from .prefix_cache import PrefixCache
 from .sequence import Sequence
-from .speculation import StepTimes
+from .speculation import Proposer, StepTimes
 
 _log = logging.getLogger("relax_hetero")
 
@@ -41,7 +41,7 @@ class _Cached:
             self.verified += 1
 
 
-class DraftModel:
+class DraftModel(Proposer):
     """Proposer of the tokens that a small model writes.
 
     A greedy text gets the draft model's greedy tokens. A sampled one gets tokens that are sampled with the random
