@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import onnx
 from onnx import helper, shape_inference
@@ -88,10 +89,7 @@ def _constant_of(node: onnx.NodeProto) -> Iterator[onnx.TensorProto]:
 
 
 def _is_small(tensor: onnx.TensorProto) -> bool:
-    elements = 1
-    for dim in tensor.dims:
-        elements *= dim
-    return elements <= _MAX_SIZE_ELEMENTS and not is_external(tensor)
+    return prod(tensor.dims) <= _MAX_SIZE_ELEMENTS and not is_external(tensor)
 
 
 def _value_info(name: str, tensor: onnx.TensorProto) -> onnx.ValueInfoProto:

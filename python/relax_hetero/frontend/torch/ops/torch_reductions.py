@@ -92,9 +92,7 @@ def variance(node: TorchNode, x: relax.Expr, axes: Any = None, correction: Any =
     rank = len(node.dims(x))
     axes = list(range(rank)) if not axes else [node.axis(axis, rank) for axis in axes]
     dtype = str(x.ty.dtype)
-    count = 1
-    for axis in axes:
-        count = count * node.dims(x)[axis]
+    count = math.prod(node.dims(x)[axis] for axis in axes)
     correction = 1 if correction is None else correction
     mean = _reduce(node, "ReduceMean", x, axes, True)
     squares = _reduce(node, "ReduceMean", node.emit(relax.op.square(x - mean)), axes, keepdim)

@@ -134,9 +134,7 @@ class _Kernel:
         plan, extents = self.plan, self.writer.result.extents
         self.width = extents[-1]
         counts = [extents[0], *extents[2:-1], ceil_div(self.width, plan.pixels), self.outs // plan.lanes]
-        total: Expr = 1
-        for count in counts:
-            total = total * count
+        total: Expr = prod(counts)
         names = ["b", *(f"y{d}" for d in range(len(self.axes))), "n"]
         min_blocks_per_sm = _MIN_BLOCKS_PER_SM if self.is_branchless else 0
         with launch(

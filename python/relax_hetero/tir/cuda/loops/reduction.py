@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -144,9 +145,7 @@ def _write_serial(box: FlatBox, merge: Merge | None, plan: Plan, gpu: GpuTarget)
     if counts:
         counts[-1] = ceil_div(counts[-1], plan.lanes)
     lane_box = vectorized(box, box.spatial[-1], plan.lanes, True) if box.spatial else LaneBox(box, None, 1)
-    units: Expr = 1
-    for count in counts:
-        units = units * count
+    units: Expr = prod(counts)
     threads = threads_for(units, gpu)
     with launch(ceil_div(units, threads), threads) as (block, thread):
         number = block * threads + thread
@@ -323,9 +322,7 @@ class _BlockReduction:
         counts = [loop.count for loop in spatial]
         if plan.lanes > 1:
             counts[-1] = counts[-1] // plan.lanes
-        units: Expr = 1
-        for count in counts:
-            units = units * count
+        units: Expr = prod(counts)
         if isinstance(units, int):
             while self.groups > 1 and self.groups > units and plan.are_neighbours:
                 self.groups //= 2
@@ -369,9 +366,7 @@ class _BlockReduction:
         counts = [loop.count for loop in reduced]
         if plan.terms > 1:
             counts[-1] = counts[-1] // plan.terms
-        units: Expr = 1
-        for count in counts:
-            units = units * count
+        units: Expr = prod(counts)
 
         def accumulate_unit(number: Expr) -> None:
             point = position_of(number, reduced, counts)

@@ -19,6 +19,7 @@ A statement whose outermost loop is not proven independent runs in one thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import tvm
@@ -212,9 +213,7 @@ def _launch(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tirx.
         while isinstance(body, tirx.SeqStmt) and len(body.seq) == 1:
             body = body.seq[0]
     body, hoisted = _place_temporaries(_serialize(body))
-    units: Expr = 1
-    for _, _, extent in loops:
-        units = units * (extent if isinstance(extent, int) else tirx.Cast("int64", extent))
+    units: Expr = prod(count if isinstance(count, int) else tirx.Cast("int64", count) for _, _, count in loops)
     threads = threads_for(units, gpu) if loops else WARP
     block, thread = tirx.Var("block", "int64"), tirx.Var("thread", "int64")
     number: Expr = block * threads + thread

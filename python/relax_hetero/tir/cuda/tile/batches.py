@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -23,10 +24,7 @@ class Batches:
     @property
     def count(self) -> Expr:
         """Number of products."""
-        count: Expr = 1
-        for extent in self.extents.values():
-            count = count * extent
-        return count
+        return prod(self.extents.values())
 
     @property
     def exists(self) -> Expr | None:
