@@ -38,7 +38,5 @@ def compile_options() -> list[str]:
 def link_options() -> list[str]:
     """Options to link a program, which then finds the libraries where they are now."""
     # Programs call few functions of the run time, but need its loaders.
-    options = ["-Wl,--no-as-needed"]
-    for library in libraries():
-        options += [str(library), f"-Wl,-rpath,{library.parent}"]
-    return [*options, "-ldl"]
+    options = [option for library in libraries() for option in (str(library), f"-Wl,-rpath,{library.parent}")]
+    return ["-Wl,--no-as-needed", *options, "-ldl"]

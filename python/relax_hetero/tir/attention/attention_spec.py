@@ -99,10 +99,7 @@ class HeadsView(View):
 
     def address(self, at: Coordinates) -> Expr:
         """Position of an element in the flat view; coordinates of dimensions it lacks are ignored."""
-        offset: Expr = self._start
-        for name, position in at.items():
-            if name in self._strides:
-                offset = offset + position * self._strides[name]
+        offset = sum((at[name] * self._strides[name] for name in at if name in self._strides), self._start)
         return tirx.const(offset, "int64") if isinstance(offset, int) else offset
 
     def pairs(self) -> Any:

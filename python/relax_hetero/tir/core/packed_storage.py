@@ -69,10 +69,7 @@ class PackedStorage(View):
         if self.layout.swizzle:
             row, column = map(int64, positions[-2:])
             positions[-1] = self.layout.swizzled_column(row, column, self.nominal)
-        offset: Expr = 0
-        for position, stride in zip(positions, self._strides(), strict=True):
-            offset = offset + position * stride
-        return int64(offset)
+        return int64(sum(position * stride for position, stride in zip(positions, self._strides(), strict=True)))
 
     def bytes(self) -> Expr:
         """Bytes of the parameter, an int for a static shape."""

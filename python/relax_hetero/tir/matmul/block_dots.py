@@ -531,10 +531,7 @@ class DotProduct(PanelProduct):
             terms = []
             for term in range(self.terms):
                 first = (i * self.terms + term) * tile_vectors + j
-                total = self.sums[first]
-                for bank in range(1, banks):
-                    total = total + self.sums[first + bank * sums.count]
-                terms.append(total)
+                terms.append(sum((self.sums[first + bank * sums.count] for bank in range(1, banks)), self.sums[first]))
             integer_sum = (
                 terms[0] if self.terms == 1 else tirx.shift_left(terms[0], constant(8, "int32", lanes)) + terms[1]
             )

@@ -68,10 +68,8 @@ def split_launches(mod: tvm.IRModule, kernels: set[tvm.ir.GlobalVar]) -> tvm.IRM
     splitter = _Splitter(mod, {gv: launches for gv, launches in launches_by_kernel.items() if launches})
     if not splitter.launches:
         return mod
-    functions = dict(mod.functions.items())
-    for gv, func in relax_functions(mod):
-        functions[gv] = rewrite_function(func, splitter.rewrite)
-    functions.update(splitter.functions)
+    rewritten = {gv: rewrite_function(func, splitter.rewrite) for gv, func in relax_functions(mod)}
+    functions = {**mod.functions, **rewritten, **splitter.functions}
     used = {gv for func in functions.values() if isinstance(func, relax.Function) for gv in global_vars_in(func)}
     for gv in splitter.launches:
         if gv not in used and "global_symbol" not in mod.functions[gv].attrs:

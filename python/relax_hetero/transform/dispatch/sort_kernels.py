@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, TypeAlias
 
 import tvm
@@ -129,9 +130,7 @@ def _scan(kind: str, builder: relax.BlockBuilder, call: relax.Call) -> relax.Exp
     data, axis = call.args[0], call.attrs.axis
     rank = int(data.ty.ndim)
     if axis is None and rank != 1:
-        size = tvm.tirx.IntImm("int64", 1)
-        for extent in data.ty.shape.values:
-            size = size * extent
+        size = prod(data.ty.shape.values, start=tvm.tirx.IntImm("int64", 1))
         data = builder.emit(relax.op.reshape(data, [size]))
         axis, rank = 0, 1
     symbols = Symbols()

@@ -124,8 +124,5 @@ def tensor_bytes(extents: Iterable[int], dtype: Any) -> int:
 
 def bytes_of_extents(extents: Iterable[Any], dtype: Any) -> Any:
     """`tensor_bytes` of extents that are ints or expressions; an int if all are ints."""
-    count: Any = tensor_bytes((), dtype)
     # Numbers first: TVM folds a product by a known zero.
-    for extent in sorted(extents, key=lambda extent: not isinstance(extent, int)):
-        count = count * extent
-    return count
+    return prod(sorted(extents, key=lambda extent: not isinstance(extent, int)), start=tensor_bytes((), dtype))

@@ -158,9 +158,8 @@ class _Kernels:
 
     def _assigned(self) -> dict[relax.Var, tuple[int, ...]]:
         """The nodes of each kernel: its heads, and their predecessors up to other heads, inputs and transfers."""
-        owners: dict[int, relax.Var] = {}
-        for var, heads in self._heads.items():  # if several kernels make one value, the last one owns it
-            owners.update((head, var) for head in heads if self._kinds[head] == OP)
+        # If several kernels make one value, the last one owns it.
+        owners = {head: var for var, heads in self._heads.items() for head in heads if self._kinds[head] == OP}
         nodes_by_kernel: dict[relax.Var, list[int]] = {var: [] for var in self._heads}
         for head, var in owners.items():
             nodes_by_kernel[var].append(head)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from tvm import relax, te, tirx
@@ -197,9 +198,7 @@ def _mix(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mixing
         total = node.emit(relax.op.sum(expert_output(-1) * by_expert, [0]))
     else:
         parts = [node.emit(expert_output(e) * slice_axes(node, router_weights, {1: (e, 1, 1)})) for e in range(experts)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = node.emit(total + part)
+        total = reduce(lambda total, part: node.emit(total + part), parts)
     return cast(node, node.emit(relax.op.reshape(total, dims)), dtype_of(data))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -142,10 +143,7 @@ def _coordinates(node: TorchNode, indices: list[Any]) -> tuple[list[int], relax.
     rank = max(len(node.dims(index)) for index in coordinates)
     if len(coordinates) == 1:
         return axes, coordinates[0], rank
-    shape = coordinates[0]
-    for index in coordinates[1:]:
-        shape = node.emit(shape + index)
-    dims = node.dims(shape)
+    dims = node.dims(reduce(lambda total, index: node.emit(total + index), coordinates))
     columns = [node.reshape(node.broadcast(index, dims), [*dims, 1]) for index in coordinates]
     return axes, node.emit(relax.op.concat(columns, rank)), rank
 
