@@ -40,11 +40,12 @@ from ..ir.op_names import CALL_TIR
 from ..ir.rewriting import (
     copy_module,
     fresh_global_var,
-    global_vars_in,
     op_name,
     relax_functions,
     tensor_types,
     typed,
+    with_functions,
+    without_unused_kernels,
 )
 
 # Kernels of GPUs that take several launches become several kernels, with tensors between them.
@@ -69,12 +70,7 @@ def split_launches(mod: tvm.IRModule, kernels: set[tvm.ir.GlobalVar]) -> tvm.IRM
     if not splitter.launches:
         return mod
     rewritten = {gv: rewrite_function(func, splitter.rewrite) for gv, func in relax_functions(mod)}
-    functions = {**mod.functions, **rewritten, **splitter.functions}
-    used = {gv for func in functions.values() if isinstance(func, relax.Function) for gv in global_vars_in(func)}
-    for gv in splitter.launches:
-        if gv not in used and "global_symbol" not in mod.functions[gv].attrs:
-            del functions[gv]
-    return copy_module(mod, functions)
+    return without_unused_kernels(with_functions(mod, {**rewritten, **splitter.functions}), splitter.launches)
 
 
 class _Splitter:

@@ -6,7 +6,7 @@ device of n-ary ops. These walks rebuild only the expressions that change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,13 @@ def with_functions(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tvm.ir.B
     if all(gv in mod.functions and func.same_as(mod.functions[gv]) for gv, func in functions.items()):
         return mod
     return copy_module(mod, {**dict(mod.functions.items()), **functions})
+
+
+def without_unused_kernels(mod: tvm.IRModule, kernels: Collection[tvm.ir.GlobalVar]) -> tvm.IRModule:
+    """`mod` without those of some kernels that are private and that no Relax function refers to."""
+    used = {gv for _, func in relax_functions(mod) for gv in global_vars_in(func.body)}
+    unused = {gv for gv in kernels if gv not in used and "global_symbol" not in mod.functions[gv].attrs}
+    return copy_module(mod, {gv: func for gv, func in mod.functions.items() if gv not in unused})
 
 
 def walk_bindings(body: relax.Expr, nested: bool = True) -> Iterator[relax.Binding]:
