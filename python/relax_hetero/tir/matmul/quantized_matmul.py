@@ -6,12 +6,10 @@ of a block, and minimums to the sums of the left factors of the block. Nothing i
 only the quantized bits, and many rows are nearly as fast as a product of float32.
 
 The loops around tiles are in `block_loops`, for one matrix and for a mixture of experts; within a tile are chains
-(weights of one scale, which an accumulator adds up), groups, the weights of a group. CPUs that can use AMX for many
-rows (`amx_blocks`), or dot products of bytes (`block_dots`); this file has the products of all others.
+(weights of one scale, which an accumulator adds up), groups, the weights of a group. CPUs with dot products of bytes
+use them (`block_dots`); this file has all other products.
 
-Products of many rows with block-quantized weights, with AMX, which multiplies bfloat16 and accumulates in float32.
-
-Weights are dequantized, with their scales and minimums, and rounded to the sum of one or two bfloat16 terms,
+AMX, which multiplies bfloat16 and accumulates in float32, computes many rows. Weights are dequantized, with their scales and minimums, and rounded to the sum of one or two bfloat16 terms,
 activations to that of one to three; AMX multiplies each term of the activations by each term of the weights. If
 activations may have 8 bits, one term of both is enough: each is rounded by at most one in 512. If they may have 16,
 both have two terms. Plain weights are exact: a bfloat16 is one term, a float16 two, and the activations have three,
