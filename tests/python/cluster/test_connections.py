@@ -17,8 +17,16 @@ import pytest
 
 import relax_hetero as rh
 from relax_hetero.cluster import connections, shared_blocks
-from relax_hetero.cluster.connections import Connection, Listener, Peers, connect, new_token
-from relax_hetero.cluster.shared_blocks import BLOCKS, SharedBlocks, create_blocks
+from relax_hetero.cluster.connections import (
+    BLOCKS,
+    Connection,
+    Listener,
+    Peers,
+    SharedBlocks,
+    connect,
+    create_blocks,
+    new_token,
+)
 from relax_hetero.cluster.wire import Message
 
 MANY_BYTES = 8 << 20
