@@ -36,7 +36,7 @@ from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import HALF_TYPES, bytes_of, stored_type
 from ..target.tiles import conv_columns, matmul_columns, tile_columns
-from ..tir.conv.winograd_plan import Shape, estimated_speedup
+from ..tir.conv.conv_winograd import Shape, estimated_speedup
 
 if TYPE_CHECKING:
     import tvm
