@@ -59,8 +59,7 @@ from ..ir.rewriting import (
     walk_bindings,
     with_fresh_sizes,
 )
-from .device_partition import BindingDevices, DevicePartition, Part
-from .transfer_dependences import is_transfer
+from .device_partition import BindingDevices, DevicePartition, Part, is_transfer
 
 
 def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
