@@ -34,7 +34,7 @@ from relax_hetero.vm.device.cuda_streams import Stream
 from relax_hetero.vm.device.graph_launches import GraphLaunch
 from relax_hetero.vm.device.nccl import load_nccl
 from relax_hetero.vm.device.nccl_memory import add_child_graph
-from relax_hetero.vm.region.cuda_graph import TimedGraph
+from relax_hetero.vm.region.timed_graph import TimedGraph
 
 LIMIT_SECONDS = 0.3
 """Time after which a launch waits for the GPU."""

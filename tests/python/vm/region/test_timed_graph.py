@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from relax_hetero.vm.device.cuda_driver import CudaError
-from relax_hetero.vm.region.cuda_graph import TimedGraph
+from relax_hetero.vm.region.timed_graph import TimedGraph
 from vm.fake_cuda import INVALID, FakeCuda, FakeLibrary
 
 KERNEL, CHILD = 0, 4
