@@ -5,9 +5,10 @@ transposed to scratch, so that scores are an ordinary product; the values of the
 keys share their packed block. The scores of a tile of rows and a block of keys stay in the L1 cache. With several
 blocks of keys, softmax is online (Dao et al., "FlashAttention").
 
-With Intel AMX, scores and sums of values are products of tiles, softmax works on rows. A pair of tiles holds up to 32 queries. Keys and values of a block are packed as for vectors that multiply pairs of
-bfloat16 (`key_values`), which is also the layout of right tiles; queries are copied, with zeros after their width.
-Products have whole k-steps: after the end of k one factor, a key or a softmax weight, is zero and the other is finite.
+With Intel AMX, scores and sums of values are products of tiles, softmax works on rows. A pair of tiles holds up to 32
+queries. Keys and values of a block are packed as for vectors that multiply pairs of bfloat16 (`key_values`), which is
+also the layout of right tiles; queries are copied, with zeros after their width. Products have whole k-steps: after the
+end of k one factor, a key or a softmax weight, is zero and the other is finite.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ The loops around tiles are in `block_loops`, for one matrix and for a mixture of
 (weights of one scale, which an accumulator adds up), groups, the weights of a group. CPUs with dot products of bytes
 use them (`block_dots`); this file has all other products.
 
-AMX, which multiplies bfloat16 and accumulates in float32, computes many rows. Weights are dequantized, with their scales and minimums, and rounded to the sum of one or two bfloat16 terms,
-activations to that of one to three; AMX multiplies each term of the activations by each term of the weights. If
-activations may have 8 bits, one term of both is enough: each is rounded by at most one in 512. If they may have 16,
-both have two terms. Plain weights are exact: a bfloat16 is one term, a float16 two, and the activations have three,
-which make up a float32.
+AMX, which multiplies bfloat16 and accumulates in float32, computes many rows. Weights are dequantized, with their
+scales and minimums, and rounded to the sum of one or two bfloat16 terms, activations to that of one to three; AMX
+multiplies each term of the activations by each term of the weights. If activations may have 8 bits, one term of both is
+enough: each is rounded by at most one in 512. If they may have 16, both have two terms. Plain weights are exact: a
+bfloat16 is one term, a float16 two, and the activations have three, which make up a float32.
 
 Scales could instead multiply sums of blocks, which weights as integers would make exact. Storing tiles and adding their
 rows up for each block of 32 takes several times as long as multiplying them.

@@ -27,7 +27,6 @@ from tvm import runtime
 from ...artifact.checks import refusal
 from ...errors import HeteroError, MemoryLimitError
 from ...target.backend import backend_of_device
-from . import loop_rows  # noqa: F401 - registers its functions
 from .host_memory import host_memory
 from .memory_pools import PINNED_BYTES, receive_buffer, send_buffer
 from .tensors import alias, copy_into, empty, from_numpy, is_host, nbytes_of, on_host
