@@ -19,7 +19,9 @@ WARP = 32  # threads of a warp
 ALL_LANES = 0xFFFFFFFF  # mask of the lanes of a warp
 WARPGROUP = 128  # threads of a warpgroup (four warps), which issues wgmma
 MAX_BLOCK_THREADS = 1024  # maximum number of threads of a block on every NVIDIA GPU
-VECTOR_BYTES = 16  # maximum bytes of a thread's memory access
+
+VECTOR_BYTES = 16
+"""Maximum bytes of a thread's memory access."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,8 +46,10 @@ from .row_shape import (
     register_shape,
 )
 
-ACCUMULATORS = 4  # independent accumulators of a thread, whose additions are in flight together
-_PARTIAL_BYTES = 8  # bytes of a warp's partial result in shared memory, for all types
+ACCUMULATORS = 4
+"""Independent accumulators of a thread, whose additions are in flight together."""
+_PARTIAL_BYTES = 8
+"""Bytes of a warp's partial result in shared memory, for all types."""
 _ZERO = tirx.const(0, "int64")
 
 
@@ -62,19 +64,30 @@ class Threads:
 
 
 class RowWriter:
-    """Writer of the code for a row: loads, passes, reductions across threads and stores."""
+    """Writer of the code for a row: loads, passes, reductions across threads and stores.
+
+    Parameters
+    ----------
+    operands, result : OperandView
+        Opened; bfloat16 and bool as bits.
+    n : int or PrimExpr
+        Elements of a row.
+    kept : str
+        Type of values kept for later passes.
+    late : frozenset of int
+        Operands whose vectors are loaded where they are needed, by a single pass.
+    """
 
     def __init__(
         self,
         program: RowProgram,
         plan: RowPlan,
-        # operands, result: opened; bfloat16 and bool as bits.
         operands: Sequence[OperandView],
         result: OperandView,
         shape: RowShape,
-        n: Expr,  # elements of a row
-        kept: str,  # type of values kept for later passes
-        late: frozenset[int],  # operands whose vectors are loaded where they are needed, by a single pass
+        n: Expr,
+        kept: str,
+        late: frozenset[int],
         threads: Threads,
         at: Coordinates,
     ) -> None:
@@ -153,7 +166,8 @@ class RowWriter:
             accumulators[chain] = neutral
 
         def visit(element: int, place: Expr, inside: Expr | None) -> None:
-            value = self._evaluate(step.expression, element, self._keep(step, element))
+            kept = self._keep(step, element)
+            value = self._evaluate(step.expression, element, kept)
             if inside is not None:
                 value = T.Select(inside, value, neutral)
             accumulators[accumulator_of(element)] = combine(accumulators[accumulator_of(element)], value)
@@ -382,7 +396,13 @@ def live_bytes(plan: RowPlan, sizes: Mapping[int, int], kept: int) -> int:
     """Maximum bytes of registers for an element of a row, over all passes.
 
     A kept value may reuse the registers of operands that its pass reads last: an exponential replaces its score.
-    `sizes`: bytes of an element of each operand that is kept. `kept`: bytes of the value kept for later passes.
+
+    Parameters
+    ----------
+    sizes : mapping of int to int
+        Bytes of an element of each operand that is kept.
+    kept : int
+        Bytes of the value kept for later passes.
     """
     keeping = [step for step, row_pass in enumerate(plan.passes) if row_pass.keep is not None]
     uses = _uses(plan, plan.kept)
@@ -406,8 +426,15 @@ def _uses(plan: RowPlan, number: int) -> list[int]:
 def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = None) -> tirx.PrimFunc:
     """Kernel of a row program, one launch; `RowsProblem` documents its parameters.
 
-    `shape`: distribution of rows among threads; chosen by default. Raises EncodingError if an operand is not row-major,
-    or an op does not exist for its type.
+    Parameters
+    ----------
+    shape : RowShape, optional
+        Distribution of rows among threads; chosen by default.
+
+    Raises
+    ------
+    EncodingError
+        If an operand is not row-major, or an op does not exist for its type.
     """
     if not all(operand.layout.is_identity for operand in problem.parameters):
         raise EncodingError(f"rows {problem.program}: found a packed operand, expected row-major ones")
