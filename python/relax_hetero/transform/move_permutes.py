@@ -36,7 +36,7 @@ import tvm
 from tvm import relax, tirx
 
 from ..op.traits import ELEMENTWISE, TRAITS
-from .ir.axes import Axes, compose, identity, inverse, is_order_preserving, permutation, permuted, reshaped
+from .ir.axes import Axes, axes_of, compose, identity, inverse, is_order_preserving, permutation, permuted, reshaped
 from .ir.blocks import Block, Emitter, Rewrite, is_one, renamed, rewrite_function, shape_of, tensor_type, used_vars
 from .ir.declare import declare_pass
 from .ir.op_names import PERMUTE
@@ -258,14 +258,6 @@ def _on_data(call: relax.Call, order: Axes, results: tuple[Axes, ...], **fields:
     return Plan([(call.args[0], order)], results, lambda new: with_args(call, [*new, *call.args[1:]], **fields))
 
 
-def _axes_of(attribute: Any, rank: int) -> list[int]:
-    """An attribute that names axes: a number, several, or None for all."""
-    if attribute is None:
-        return list(range(rank))
-    axes = [int(attribute)] if isinstance(attribute, int) else [int(axis) for axis in attribute]
-    return [axis % rank for axis in axes]
-
-
 def _leaves_last(dims: Sequence[int], axes: Axes) -> bool:
     """Return whether an op along `dims`, the innermost among them, would no longer read contiguous rows of memory.
 
@@ -316,7 +308,7 @@ def _layout(layout: str, axes: Axes) -> str | None:
 
 
 def _reduction(call: relax.Call, axes: Axes) -> Plan:
-    reduced = _axes_of(call.attrs.axis, len(axes))
+    reduced = axes_of(call.attrs.axis, len(axes))
     moved = sorted(axes[dim] for dim in reduced)
     result = axes if call.attrs.keepdims else _without(axes, reduced)
     return _on_data(call, axes, (result,), axis=moved)
@@ -364,7 +356,7 @@ def _batch_norm(call: relax.Call, axes: Axes) -> Plan:
 
 
 def _rows_norm(call: relax.Call, axes: Axes) -> Plan | None:
-    dims = _axes_of(call.attrs.axes, len(axes))
+    dims = axes_of(call.attrs.axes, len(axes))
     moved = [axes[dim] for dim in dims]
     if moved != sorted(moved) or _leaves_last(dims, axes):
         return None
@@ -372,7 +364,7 @@ def _rows_norm(call: relax.Call, axes: Axes) -> Plan | None:
 
 
 def _channels_norm(call: relax.Call, axes: Axes) -> Plan | None:
-    dims = _axes_of(call.attrs.axes, len(axes))
+    dims = axes_of(call.attrs.axes, len(axes))
     channel = axes[int(call.attrs.channel_axis) % len(axes)]
     return _on_data(call, axes, (axes,), channel_axis=channel, axes=sorted(axes[dim] for dim in dims))
 

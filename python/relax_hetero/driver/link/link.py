@@ -26,6 +26,7 @@ from ...system import has_symbol
 from ...target.backend import CPU, LinkedCode, backend_of
 from ...target.native_target import native
 from ...target.vdevice import host_vdevice, vdevices_of
+from ...tir.core.walks import binds_threads
 from ...transform.ir.module_attrs import COMMANDS
 from ...transform.ir.reasons import reason
 from ...transform.ir.rewriting import copy_module, op_name, relax_functions, typed, with_body
@@ -402,15 +403,6 @@ def runs_commands(func: tirx.PrimFunc) -> bool:
     """Return whether a function is host code for a device: a command buffer, or a function that calls others."""
     on_global = (tvm.ir.GlobalVar, VisitInterrupt)
     return COMMANDS in func.attrs or structural_walk(func.body, on_global) is not None
-
-
-def binds_threads(func: tirx.PrimFunc) -> bool:
-    """Return whether any loop of a kernel is bound to a GPU thread axis."""
-
-    def on_loop(loop: tirx.For) -> VisitInterrupt | None:
-        return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None
-
-    return structural_walk(func.body, (tirx.For, on_loop)) is not None
 
 
 def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> Any:

@@ -61,7 +61,9 @@ def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
     def without_rest(sequence: tirx.SeqStmt) -> tirx.Stmt:
         return _in_order(_split_at_wait(sequence)[0]) if sequence.same_as(waiting[0]) else sequence
 
-    return not _variables(structural_map(nest, (tirx.SeqStmt, without_rest))) & _in_table(raw, entries)
+    return not _in_table(raw, entries).intersection(
+        nodes(structural_map(nest, (tirx.SeqStmt, without_rest)), tvm.ir.Var)
+    )
 
 
 def table_kernel(
@@ -177,7 +179,7 @@ def _in_table(raw: tirx.PrimFunc, entries: Collection[int]) -> set[Any]:
     """The parameters with an entry in the table, and the buffers that a kernel declares of them before its nest."""
     variables: set[Any] = {raw.params[i] for i in entries}
     for declaration in _declared_outside(raw):
-        if _variables(declaration.data) & variables:
+        if not variables.isdisjoint(nodes(declaration.data, tvm.ir.Var)):
             variables.add(declaration.buffer)
     return variables
 
@@ -196,11 +198,6 @@ def _split_at_wait(sequence: tirx.SeqStmt) -> tuple[list[tirx.Stmt], list[tirx.S
 def _in_order(statements: list[tirx.Stmt]) -> tirx.Stmt:
     """The statements in order; TVM refuses a sequence of one."""
     return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
-
-
-def _variables(node: tvm.ir.BaseExpr | tirx.Stmt) -> set[Any]:
-    """The variables and buffers that occur in a node."""
-    return set(nodes(node, tvm.ir.Var))
 
 
 _NO_WORK = (tirx.DeclBuffer, tirx.stmt.Return)

@@ -19,13 +19,13 @@ from math import prod
 from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
 from ...encoding.block_formats import block_format
 from ...op.cached_attention import CACHED_ATTENTION, optional_operands
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS
 from ...op.traits import ELEMENTWISE, TRAITS, traits_of
-from ..ir.axes import dimension_groups, permutation
+from ..ir.axes import axes_of, dimension_groups, permutation
 from ..ir.rewriting import integers_of, with_args
 from .sharding import PARTIAL, REPLICATED, Sharding, known
 
@@ -218,7 +218,7 @@ def _broadcast_to(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
 @_of_split
 def _reduction(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
     attrs = op.call.attrs
-    axes = _axes(attrs.axis, len(op.operands[0].shape))
+    axes = axes_of(attrs.axis, len(op.operands[0].shape))
     if axis in axes:
         name = op.call.op.name
         if name == "relax.sum":
@@ -231,20 +231,13 @@ def _reduction(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
     return OpPlan([state], [state.moved_to(axis - removed)])
 
 
-def _axes(axis: Any, rank: int) -> list[int]:
-    """The axes of an op's attribute: a number, a list, or None for all."""
-    if axis is None:
-        return list(range(rank))
-    return [int(each) % rank for each in ([axis] if isinstance(axis, (int, tirx.IntImm)) else axis)]
-
-
 def _along(*names: str) -> Callable[[OpCall], OpPlan | None]:
     """The rule of an op that combines elements along the axes of some attributes; further operands belong to these."""
 
     @_of_split
     def rule(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
         rank = len(op.operands[0].shape)
-        if any(axis in _axes(getattr(op.call.attrs, name), rank) for name in names):
+        if any(axis in axes_of(getattr(op.call.attrs, name), rank) for name in names):
             return None
         return OpPlan([state, *[REPLICATED] * (len(op.operands) - 1)], [state] * len(op.shapes))
 
@@ -259,7 +252,7 @@ def _pad(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
 
 def _gather_elements(op: OpCall) -> OpPlan | None:
     split = op.first_split()
-    if split is None or split[1].axis in _axes(op.call.attrs.axis, len(op.shapes[0])):
+    if split is None or split[1].axis in axes_of(op.call.attrs.axis, len(op.shapes[0])):
         return None
     axis = split[1].axis
     extents = [known(operand.shape[axis]) for operand in op.operands]  # type: ignore[index]

@@ -22,7 +22,7 @@ from ...artifact.commands import Dispatch
 from ...artifact.metadata import Metadata, device_names
 from ...artifact.schedule import Step
 from ...display.html import Column, Markup, bar, colour, escaped, paragraph, table, view
-from ...errors import BindingError
+from ...errors import BindingError, first_line
 from ..device.tensors import nbytes_of
 from .call import Prepare, PreparedCall
 from .fence import Fence
@@ -459,7 +459,7 @@ class _TracedPlan(QueuePlan):
         try:
             results, point = super().execute(index, call)
         except BaseException as error:
-            self._traced_call.note(index, begin, _first_line(error))
+            self._traced_call.note(index, begin, first_line(error))
             raise
         if point is None:
             self._traced_call.note(index, begin)
@@ -475,7 +475,7 @@ class _TracedPlan(QueuePlan):
         try:
             super().await_end(index, point)
         except BaseException as raised:
-            error = _first_line(raised)
+            error = first_line(raised)
             raise
         finally:
             queue = self.queues[index]
@@ -489,7 +489,7 @@ def _traced_finish(finish: Callable[[Any], Any], call: TracedCall) -> Callable[[
         try:
             result = finish(returned)
         except Exception as error:
-            call.note(RESULT, begin, _first_line(error))
+            call.note(RESULT, begin, first_line(error))
             raise
         call.note(RESULT, begin)
         return result
@@ -510,9 +510,4 @@ def _outcome(fence: Any) -> str:
     if fence.cancelled():
         return "cancelled"
     error = fence.exception()
-    return "done" if error is None else _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return "done" if error is None else first_line(error)

@@ -23,6 +23,7 @@ from ...core.bounds import BOUNDED
 from ...core.builder import Expr, Function, ceil_div, flat, int64, lane_indices
 from ...core.work_split import ravel, unravel
 from ...scatter import REDUCTIONS, ScatterProblem
+from ..core.launch import at_least_one
 from .arithmetic import for_cuda
 from .lanes import WORD_BYTES, register
 from .launch import inside, launch
@@ -75,7 +76,7 @@ def scatter_in_order(scatter: GpuScatter) -> tirx.PrimFunc:
         else:
             lines = prod(extent for d, extent in enumerate(updates) if d != axis)
             with kernel.threads(lines) as line, T.serial(int64(updates[axis])) as along:
-                outer = iter(unravel(line, [_positive(e) for d, e in enumerate(updates) if d != axis]))
+                outer = iter(unravel(line, [at_least_one(e) for d, e in enumerate(updates) if d != axis]))
                 position = [along if d == axis else next(outer) for d in range(len(updates))]
                 source = ravel(position, updates)
                 kernel.at_target(source, lambda target: kernel.update(target, source), position)
@@ -103,7 +104,7 @@ def scatter_sorted(scatter: GpuScatter) -> tirx.PrimFunc:
         size, count = (1 if scatter.axis is not None else kernel.slice_size()), scatter.targets
         assert count is not None
         with kernel.threads(count * size) as unit:
-            width = _positive(size)
+            width = at_least_one(size)
             row, i = unit // width, unit % width
 
             def target(row: Expr) -> Expr:
@@ -133,11 +134,6 @@ def scatter_sorted(scatter: GpuScatter) -> tirx.PrimFunc:
                         update(current)
                         T.buffer_store(cursor, current + 1, [int64(0)])
     return kernel.result
-
-
-def _positive(extent: Expr) -> Expr:
-    # TVM's analyzer rejects a division by zero even in code that never runs.
-    return max(extent, 1) if isinstance(extent, int) else T.max(extent, int64(1))
 
 
 @contextmanager
@@ -233,7 +229,7 @@ class _Kernel:
             target = ravel(values, data[:depth]) if values else int64(0)
         else:
             updates = self.extents["updates"]
-            position = unravel(number, [_positive(extent) for extent in updates]) if position is None else position
+            position = unravel(number, [at_least_one(extent) for extent in updates]) if position is None else position
             index = register("int64", 1)
             T.buffer_store(index, self._index(ravel(list(position), indices)), [int64(0)])
             along = index[int64(0)]

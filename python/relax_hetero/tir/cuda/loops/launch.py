@@ -52,13 +52,9 @@ def position_of(number: Expr, loops: Sequence[Loop], counts: Sequence[Expr] | No
 
     `counts`: extents of the loops, by default their numbers of iterations.
     """
-    extents = [_positive(count) for count in (counts or [loop.count for loop in loops])]
-    return {loop.var: value for loop, value in zip(loops, unravel(number, extents), strict=True)}
-
-
-def _positive(extent: Expr) -> Expr:
     # TVM's analyzer rejects a division by zero even in code that never runs.
-    return int64(max(extent, 1)) if isinstance(extent, int) else T.max(extent, int64(1))
+    extents = [int64(at_least_one(count)) for count in (counts or [loop.count for loop in loops])]
+    return {loop.var: value for loop, value in zip(loops, unravel(number, extents), strict=True)}
 
 
 @contextmanager
