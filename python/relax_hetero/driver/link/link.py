@@ -29,7 +29,7 @@ from ...target.vdevice import host_vdevice, vdevices_of
 from ...tir.core.walks import binds_threads
 from ...transform.ir.module_attrs import COMMANDS
 from ...transform.ir.reasons import reason
-from ...transform.ir.rewriting import copy_module, op_name, relax_functions, typed, with_body
+from ...transform.ir.rewriting import copy_module, op_name, relax_functions, sequence, typed, with_body
 from ...vm.device.tensors import ALIGNMENT
 from .address_table import with_address_functions
 from .entries import emit_entries
@@ -196,14 +196,14 @@ class _TripWriter:
             )
             output = relax.Var(last.var.name, relax.AnyType())
             conditional = typed(relax.If(last.value.cond, *branches, last.value.span), output.ty)
-            return _sequence([*bindings[:index], relax.VarBinding(output, conditional, last.span)], output)
+            return sequence([*bindings[:index], relax.VarBinding(output, conditional, last.span)], output)
         if calls:
             index = next(i for i, binding in enumerate(bindings) if binding.same_as(last))
             output = relax.Var(last.var.name, relax.AnyType())
             next_trip = relax.VarBinding(output, _tuple(1, [last.value.args[i] for i in self.carried]), last.span)
-            return _sequence([*bindings[:index], next_trip], output)
+            return sequence([*bindings[:index], next_trip], output)
         output = relax.Var("result", relax.AnyType())
-        return _sequence([*bindings, *rest, relax.VarBinding(output, _tuple(0, [result]))], output)
+        return sequence([*bindings, *rest, relax.VarBinding(output, _tuple(0, [result]))], output)
 
 
 def _with_new_variables(bindings: list[relax.Binding], result: relax.Expr) -> tuple[list[relax.Binding], relax.Expr]:
@@ -224,10 +224,6 @@ def _with_new_variables(bindings: list[relax.Binding], result: relax.Expr) -> tu
 def _tuple(repeats: int, values: list[relax.Expr]) -> relax.Call:
     make = relax.ExternFunc("vm.builtin.make_tuple")
     return relax.Call(make, [relax.prim_value(repeats), *values], None, [relax.AnyType()], ret_ty=relax.AnyType())
-
-
-def _sequence(bindings: list[relax.Binding], result: relax.Var) -> relax.SeqExpr:
-    return typed(relax.SeqExpr([relax.BindingBlock(bindings)], result), result.ty)
 
 
 _EXTERNAL_CALLS = ("tirx.call_extern", "tirx.call_pure_extern")

@@ -41,7 +41,15 @@ import tvm
 from tvm import relax, tirx
 
 from ...artifact.metadata import RepeatedCall
-from ...transform.ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed, walk_bindings
+from ...transform.ir.rewriting import (
+    copy_module,
+    fresh_global_var,
+    op_name,
+    relax_functions,
+    sequence,
+    typed,
+    walk_bindings,
+)
 
 _HEAP, _NO_HEAP = "vm.builtin.alloc_shape_heap", "relax.null_value"
 _CHECK, _MATCH = "vm.builtin.check_tensor_info", "vm.builtin.match_shape"
@@ -85,13 +93,13 @@ class _Parts:
 
     def repeated(self) -> relax.Function:
         """The function of the tensors and the shared values."""
-        body = _sequence(self.rest, self.func.body.body, self.func.ret_ty)
+        body = typed(sequence(self.rest, self.func.body.body), self.func.ret_ty)
         return relax.Function([*_tensors(self.func), *self.used], body, self.func.ret_ty, self.func.is_pure)
 
     def shared_values(self) -> relax.Function:
         """The function of all parameters that returns the shared values."""
         values = relax.Tuple(self.used)
-        body = _sequence(self.shared, values, values.ty)
+        body = sequence(self.shared, values)
         return relax.Function(list(self.func.params), body, values.ty, self.func.is_pure)
 
 
@@ -142,10 +150,6 @@ def _stores(match: relax.Call) -> bool:
     """Return whether a call of `_MATCH` (tensor, heap, rank, pairs of code and number) stores an extent."""
     rank = int(match.args[2].value)
     return any(int(code.value) == _STORE for code in match.args[3 : 3 + 2 * rank : 2])
-
-
-def _sequence(bindings: list[relax.Binding], result: relax.Expr, ty: tvm.ir.Type) -> relax.SeqExpr:
-    return typed(relax.SeqExpr([relax.BindingBlock(bindings)] if bindings else [], result), ty)
 
 
 def _tensors(func: relax.Function) -> list[relax.Var]:

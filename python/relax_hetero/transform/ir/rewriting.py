@@ -100,6 +100,11 @@ def with_body(func: relax.Function, body: relax.Expr, params: list[relax.Var] | 
     )
 
 
+def sequence(bindings: list[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
+    """A body of one block of bindings, or of none."""
+    return typed(relax.SeqExpr([relax.BindingBlock(bindings)] if bindings else [], result), result.ty)
+
+
 def with_fresh_sizes(func: relax.Function) -> relax.Function:
     """The function with symbolic sizes of its own: TVM requires that functions share none."""
     fresh = {var: tirx.Var(var.name, var.ty.dtype) for var in relax.analysis.defined_symbolic_vars(func)}

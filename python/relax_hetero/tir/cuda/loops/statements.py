@@ -31,6 +31,7 @@ from tvm_ffi import VisitInterrupt, structural_equal, structural_map, structural
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64, plain_extent
+from ...core.walks import replaced
 from ...loops.stages import Load, loads, variables
 from .arithmetic import for_cuda
 from .launch import threads_for
@@ -224,7 +225,7 @@ def _launch(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tirx.
         index = tirx.floormod(number, divisor)
         number = tirx.floordiv(number, divisor)
         values[var] = (index if str(var.ty.dtype) == "int64" else tirx.Cast(str(var.ty.dtype), index)) + start
-    body = tirx.IfThenElse(exists, _substitute(body, values), None)
+    body = tirx.IfThenElse(exists, replaced(body, values), None)
     blocks = ceil_div(units, threads)
     grid = int64(max(blocks, 1)) if isinstance(blocks, int) else T.max(blocks, int64(1))
     inner = _bound(thread, int64(threads), "threadIdx.x", body)
@@ -242,13 +243,6 @@ def _bound(var: tirx.Var, extent: Expr, tag: str, body: tirx.Stmt) -> tirx.For:
     """Loop bound to blocks or threads."""
     threads = tirx.IterVar(None, tirx.Var("", "int64"), tirx.IterVar.ThreadIndex, tag)
     return tirx.For(var, int64(0), extent, tirx.ForKind.THREAD_BINDING, body, threads)
-
-
-def _substitute(body: tirx.Stmt, values: dict[tirx.Var, Expr]) -> tirx.Stmt:
-    """Replace variables in a statement."""
-    if values:
-        body = structural_map(body, (tvm.ir.Var, lambda var: values.get(var, var)))
-    return body
 
 
 def _serialize(body: tirx.Stmt) -> tirx.Stmt:
