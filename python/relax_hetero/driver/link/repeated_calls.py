@@ -47,7 +47,6 @@ from ...transform.ir.rewriting import (
     op_name,
     relax_functions,
     sequence,
-    typed,
     walk_bindings,
 )
 
@@ -93,7 +92,7 @@ class _Parts:
 
     def repeated(self) -> relax.Function:
         """The function of the tensors and the shared values."""
-        body = typed(sequence(self.rest, self.func.body.body), self.func.ret_ty)
+        body = sequence(self.rest, self.func.body.body, self.func.ret_ty)
         return relax.Function([*_tensors(self.func), *self.used], body, self.func.ret_ty, self.func.is_pure)
 
     def shared_values(self) -> relax.Function:

@@ -100,9 +100,9 @@ def with_body(func: relax.Function, body: relax.Expr, params: list[relax.Var] | 
     )
 
 
-def sequence(bindings: list[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
-    """A body of one block of bindings, or of none."""
-    return typed(relax.SeqExpr([relax.BindingBlock(bindings)] if bindings else [], result), result.ty)
+def sequence(bindings: list[relax.Binding], result: relax.Expr, ty: tvm.ir.Type | None = None) -> relax.SeqExpr:
+    """A body of one block of bindings, or of none. `ty`: its type; default: that of the result."""
+    return typed(relax.SeqExpr([relax.BindingBlock(bindings)] if bindings else [], result), ty or result.ty)
 
 
 def with_fresh_sizes(func: relax.Function) -> relax.Function:
