@@ -52,10 +52,9 @@ broadcast. For convolutions see `conv_maps`."""
 class ConvAttrs:
     """Strides, padding, dilation and groups of a convolution."""
 
-    # strides, dilation: one for each spatial dimension, at least 1.
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # one for each spatial dimension, at least 1
     padding: tuple[int, ...]  # elements of zeros before each spatial dimension, then after each
-    dilation: tuple[int, ...]
+    dilation: tuple[int, ...]  # one for each spatial dimension, at least 1
     groups: int = 1  # output channels of a group read only the input channels of that group: ``c = groups * k``
 
     def __str__(self) -> str:

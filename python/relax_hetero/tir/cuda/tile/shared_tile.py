@@ -81,10 +81,9 @@ class MatrixOperand:
         self,
         shared: SharedMemory,
         begin: Expr,  # offset in shared memory that the descriptor encodes
-        # leading, stride: offsets of the matrix descriptor, see `ptx.matrix_descriptor`.
-        leading: int,
+        leading: int,  # leading dimension offset, see `ptx.matrix_descriptor`
         advance: Callable[[int], int],  # offset of the k of a wgmma, in units of 16 bytes, given its number
-        stride: int = 64,
+        stride: int = 64,  # stride dimension offset, see `ptx.matrix_descriptor`
         is_swizzled: bool = True,
         is_transposed: bool = False,  # whether lines are values of k
     ) -> None:
