@@ -178,7 +178,7 @@ _HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd
 class OpenFolder:
     """An open folder, a context; its files are found even if its path is replaced, except on Windows.
 
-    Raises OSError: a folder that is missing or cannot be read. Raises ValueError: a path with a NUL character.
+    Raises OSError for a folder that is missing or cannot be read. Raises ValueError for a path with a NUL character.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

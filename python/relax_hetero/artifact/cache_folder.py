@@ -81,8 +81,8 @@ class CacheFolder:
     def add(self, key: str, write: Callable[[Path], None], description: dict[str, Any]) -> None:
         """Store an executable, and evict others beyond the limit.
 
-        `write`: function that writes the given file atomically. `description`: JSON data, for people. Raises OSError: a
-        folder that cannot be made or written.
+        `write`: function that writes the given file atomically. `description`: JSON data, for people. Raises OSError
+        for a folder that cannot be made or written.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.opened() as folder:
@@ -214,7 +214,7 @@ def resolve_cache_folder(cache: bool | str | os.PathLike[str] | None = None) -> 
 
     `cache`: folder. None and True stand for ``executables`` in the environment's folder, which is by default
     ``relax_hetero`` among the user's caches. False, or ``RELAX_HETERO_CACHE=off``, disables the cache. Raises
-    BuildError: an invalid folder name, or an invalid size in the environment.
+    BuildError for an invalid folder name, or an invalid size in the environment.
     """
     named = os.environ.get(FOLDER_VARIABLE, "").strip()
     if cache is False or named.lower() in _OFF:

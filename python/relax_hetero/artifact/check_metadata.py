@@ -101,7 +101,7 @@ def read_metadata(text: str) -> Metadata:
 def check_metadata(metadata: Metadata) -> None:
     """Refuse metadata with references to absent devices, constants, kernels, slots or values.
 
-    Raises ValueError: the first invalid reference.
+    Raises ValueError for the first invalid reference.
     """
     check_types(metadata)
     for name, form in FORMS.items():

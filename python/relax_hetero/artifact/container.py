@@ -213,7 +213,7 @@ def open_container(
 ) -> Container:
     """Open a file, check its footer, library and metadata, and map its weights.
 
-    Raises BuildError: a file that is missing, unreadable, truncated, corrupt, of another format version, or not an
+    Raises BuildError for a file that is missing, unreadable, truncated, corrupt, of another format version, or not an
     executable.
     """
     try:

@@ -16,7 +16,7 @@ def kernel_address(module: runtime.Module, kernel: str) -> int:
     """The address of a kernel in this process.
 
     `module`: loaded code (`Executable.runnable_module`). `kernel`: symbol, as in `ConstantSpec.addresses` and
-    `KernelSpec.symbol`. Raises BindingError: code without this kernel.
+    `KernelSpec.symbol`. Raises BindingError for code without this kernel.
     """
     name = address_function(kernel)
     try:

@@ -62,7 +62,7 @@ class ModelGraph:
 def check_graph(graph: ModelGraph) -> None:
     """Refuse a graph with references to absent texts, values or nodes.
 
-    Raises ValueError: the first invalid reference.
+    Raises ValueError for the first invalid reference.
     """
     texts, values = len(graph.texts), len(graph.values)
     for value in graph.values:

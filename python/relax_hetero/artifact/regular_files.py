@@ -32,8 +32,8 @@ def open_regular(
 ) -> tuple[BinaryIO, os.stat_result]:
     """Open a regular file for reading.
 
-    Returns the open file, which the caller closes, and its status. Raises OSError: a file that is missing, unreadable
-    or not regular (see its `strerror`).
+    Returns the open file, which the caller closes, and its status. Raises OSError for a file that is missing,
+    unreadable or not regular (see its `strerror`).
     """
     try:
         if folder is None:

@@ -49,7 +49,7 @@ def without_trailer(data: np.ndarray) -> np.ndarray:
 def verify(data: np.ndarray, key: bytes, source: str) -> None:
     """Require that a file's bytes (``uint8``, with the trailer) were signed with this key.
 
-    Raises BuildError: no signature, or another one; the message names `source`.
+    Raises BuildError for another signature, or none; the message names `source`.
     """
     check_signed(data, source)
     content, trailer = data[:-TRAILER_BYTES], data[-TRAILER_BYTES:].tobytes()

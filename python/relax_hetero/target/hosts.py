@@ -38,7 +38,7 @@ def host_of(vdevice: tvm.relax.VDevice | Target) -> str | None:
 
 
 def hosts_of(vdevices: Iterable[tvm.relax.VDevice]) -> list[str]:
-    """The distinct hosts of vdevices, in order. Raises VDeviceError: only some of the vdevices name a host."""
+    """The distinct hosts of vdevices, in order. Raises VDeviceError if only some name a host."""
     hosts = [host_of(vdevice) for vdevice in vdevices]
     if None in hosts and any(host is not None for host in hosts):
         raise VDeviceError(

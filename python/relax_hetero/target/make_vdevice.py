@@ -84,7 +84,7 @@ def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.rel
     JSON. In a cluster it begins with its host ("b/cuda:1"), and a kind stands for the hardware of that host. Dicts and
     targets are used unchanged, except that a CUDA dict without "arch" gets this computer's. Returns the vdevices in the
     same order. Entries without an id get the lowest id that is free on their host for their device *type*, so that
-    "llvm" and "c" (both CPU) get 0 and 1. Entries with equal ids share one physical device. Raises VDeviceError: an
+    "llvm" and "c" (both CPU) get 0 and 1. Entries with equal ids share one physical device. Raises VDeviceError for an
     empty list, an invalid entry, or a list of which only some entries name hosts.
     """
     if isinstance(specs, (str, dict, Target, tvm.relax.VDevice)):

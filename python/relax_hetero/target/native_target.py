@@ -103,7 +103,7 @@ def check_cpu_names(target: Target) -> None:
     """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not support.
 
     TVM crashes with the former, and with the latter compiles for the oldest CPU after printing a line. Raises
-    VDeviceError: an unsupported name; the message suggests a similar one.
+    VDeviceError for an unsupported name; the message suggests a similar one.
     """
     if str(target.kind.name) != "llvm":
         return

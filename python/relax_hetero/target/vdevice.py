@@ -73,7 +73,7 @@ def is_cpu(vdevice: tvm.relax.VDevice) -> bool:
 def vdevices_of(mod: tvm.IRModule) -> list[tvm.relax.VDevice]:
     """The module's vdevices in order; empty if it declares none.
 
-    Raises VDeviceError: an entry of the list that is not a vdevice with a target and an id >= 0.
+    Raises VDeviceError for an entry of the list that is not a vdevice with a target and an id >= 0.
     """
     vdevices = list((mod.global_infos or {}).get("vdevice", []))
     for index, entry in enumerate(vdevices):
@@ -96,7 +96,7 @@ def with_vdevices(mod: tvm.IRModule, vdevices: Iterable[tvm.relax.VDevice]) -> t
 def vdevice_index(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> int:
     """The index of a vdevice in the list: of the object itself, else of the first equal one.
 
-    Raises VDeviceError: no equal entry.
+    Raises VDeviceError if no entry is equal.
     """
     for index, entry in enumerate(vdevices):
         if same_object(vdevice, entry):
@@ -126,7 +126,7 @@ def identifier(name: str) -> str:
 
 
 def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
-    """The default device for unplaced values: the first one. Raises VDeviceError: an empty list."""
+    """The default device for unplaced values: the first one. Raises VDeviceError for an empty list."""
     if not vdevices:
         raise VDeviceError("no vdevices are declared, so there is no default one")
     return vdevices[0]
@@ -154,7 +154,7 @@ def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.rela
     ``"kind[0:4](2, 2)"`` one of two axes (`target.mesh`); meshes are in no list. A device matches the first entry of
     its device type whose ``vdevice_id`` is its index. A VDevice matches the same object, else the first equal entry.
     `vdevices`: list to search, usually ``vdevices_of(mod)``. Returns the entry of the list, or a mesh of entries.
-    Raises VDeviceError: no match; the message lists the available names.
+    Raises VDeviceError if nothing matches; the message lists the available names.
     """
     if isinstance(spec, str):
         return _lookup_name(spec, vdevices)

@@ -41,7 +41,7 @@ _KEPT_PREFIXES = ("relax.builtin.", "relax.memory.", "relax.vm.", "relax.inspect
 def legalize(mod: tvm.IRModule) -> tvm.IRModule:
     """Lower every op of a placed module to kernels, keeping each on its device.
 
-    Raises BuildError: an op has no kernel for its operands.
+    Raises BuildError if an op has no kernel for its operands.
     """
     mod, variables = with_unique_names(_simplified(mod))
     _check_types(mod, variables)

@@ -24,7 +24,7 @@ MAX_NESTED_EXTENT = 1000  # depth of nested sums and products in one extent
 def check_nesting(mod: tvm.IRModule) -> None:
     """Refuse a module that nests too deep.
 
-    Raises BuildError: the nesting is too deep. Names the function and the variable.
+    Raises BuildError if the nesting is too deep. Names the function and the variable.
     """
     depths: dict[int, int] = {}
     for gv, func in relax_functions(mod):

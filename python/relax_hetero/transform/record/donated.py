@@ -23,9 +23,9 @@ DONATED = "relax_hetero.donated"  # function attribute: the indices of the param
 def with_donated(mod: tvm.IRModule, donate: Sequence[str] | Mapping[str, Sequence[str]]) -> tvm.IRModule:
     """Annotate functions with donated parameters.
 
-    `donate`: names of inputs; of ``main`` if no function is named. Raises BuildError: a function or an input that the
-    module lacks, an input that is not a tensor or is set once for all calls, a function that other functions call, a
-    module that is lowered already.
+    `donate`: names of inputs; of ``main`` if no function is named. Raises BuildError for a function or an input that
+    the module lacks, an input that is not a tensor or is set once for all calls, a function that other functions call,
+    a module that is lowered already.
     """
     by_function = dict(donate) if isinstance(donate, Mapping) else {"main": donate}
     if is_lowered(mod):

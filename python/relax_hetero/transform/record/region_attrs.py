@@ -142,7 +142,7 @@ def kernel_spec(
 ) -> KernelSpec:
     """Description of a kernel that command buffers call as a raw kernel (`tir.core.raw_kernel`).
 
-    Raises BuildError: the attribute `WORKGROUPS` exceeds 3, or the number of trailing integer parameters.
+    Raises BuildError if the attribute `WORKGROUPS` exceeds 3, or the number of trailing integer parameters.
     """
     texts = _ExpressionTexts(signature.scalars)
     accesses = buffer_access(func) if access is None else dict(zip(signature.buffers, access, strict=True))

@@ -128,8 +128,8 @@ class ArgumentBinder:
         """Check arguments, and place them on their parameters' devices.
 
         `args`, `kwargs`: the caller's arguments by position and by name. `keep`: whether they serve later calls, too:
-        then each gets memory of its own. Raises BindingError: arguments that do not fit. Raises MemoryLimitError: sizes
-        that need more memory than the machine may take.
+        then each gets memory of its own. Raises BindingError for arguments that do not fit. Raises MemoryLimitError for
+        sizes that need more memory than the machine may take.
         """
         params, dims, borrowed = self._params.get(signature.name, ({}, DimValues(), []))
         metadata = self._executable.metadata
@@ -177,7 +177,7 @@ def match_names(
 ) -> list[tuple[Any, bool]]:
     """A pair (value, whether it is already placed) per input, from positions, names and earlier parameters.
 
-    Raises BindingError: too many, too few, unknown or repeated arguments.
+    Raises BindingError for too many, too few, unknown or repeated arguments.
     """
     names = signature.input_names
     hint = "" if kwargs else _packed_hint(signature, args)
@@ -224,7 +224,7 @@ def _packed_hint(signature: FunctionSignature, args: Sequence[Any]) -> str:
 def shared_params(params: Mapping[str, Any] | Sequence[Any], signatures: Sequence[FunctionSignature]) -> dict[str, Any]:
     """Parameters of several functions by name, from a mapping of some or a sequence of all.
 
-    Raises BindingError: other types, or a name that none of the functions has.
+    Raises BindingError for other types, or a name that none of the functions has.
     """
     functions = " and ".join(repr(signature.name) for signature in signatures)
     lists = [signature.input_names[signature.num_input :] for signature in signatures]

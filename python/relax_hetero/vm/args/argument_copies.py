@@ -74,7 +74,7 @@ def encode_strings(
 ) -> tuple[list[Any], dict[str, Any], list[str]]:
     """Replace strings by codes; returns positional arguments, named ones, and all strings by code.
 
-    Raises BindingError: elements that are not strings.
+    Raises BindingError for elements that are not strings.
     """
     codes = {text: code for code, text in enumerate(signature.strings)}
 

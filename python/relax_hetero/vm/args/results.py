@@ -128,7 +128,7 @@ def _buffer(out: Any, where: str, spec: TensorSpec) -> runtime.Tensor:
 def fill_out_buffers(out: Any, result: Any, where: str = "out") -> Any:
     """Copy a result into checked buffers; returns the buffers, tuples as Python tuples.
 
-    Raises BindingError: an extent that only the result determines differs.
+    Raises BindingError if an extent that only the result determines differs.
     """
     if not isinstance(result, _Tensor):
         pairs = enumerate(zip(out, result, strict=True))

@@ -45,7 +45,7 @@ class BorrowedBuffer:
 def borrow(value: object, where: str) -> BorrowedBuffer:
     """Borrow the memory of a tensor.
 
-    Raises BindingError: not a tensor, not contiguous, or not in this machine's byte order; the message begins with
+    Raises BindingError unless it is a tensor, contiguous, and in this machine's byte order; the message begins with
     `where`.
     """
     if isinstance(value, _Tensor):

@@ -137,7 +137,7 @@ def as_float(value: Any, dtype: str, what: str) -> float:
 def substituted(extent: Dim, values: dict[str, Integer], what: str) -> Integer:
     """Substitute values for the names in an extent.
 
-    Raises BindingError: the extent is not arithmetic of names that have values; the message begins with `what`.
+    Raises BindingError if the extent is not arithmetic of names that have values; the message begins with `what`.
     """
     if not isinstance(extent, str):
         return extent

@@ -111,7 +111,7 @@ class DispatchArguments:
 def dispatch_arguments(kernel: Kernel, operands: Sequence[MemoryRange], scalars: object) -> DispatchArguments:
     """Check the arguments of a kernel call.
 
-    Raises BindingError: a wrong number of operands or scalars; a missing or unknown scalar, or one of a wrong type.
+    Raises BindingError for a wrong number of operands or scalars; a missing or unknown scalar, or one of a wrong type.
     """
     spec, where = kernel.spec, f"kernel {kernel.spec.name!r}"
     if len(operands) != len(spec.tensors):

@@ -80,7 +80,7 @@ def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) ->
     """The runner of a recording on its device.
 
     `compiled`: whether to compile it to machine code if the compiler is available; otherwise commands are interpreted.
-    Raises BindingError: the kind of device does not support command buffers recorded by hand.
+    Raises BindingError if the kind of device does not support command buffers recorded by hand.
     """
     check_device_kind(machine, recording.device)
     backend = machine.executable.devices[recording.device].backend

@@ -24,7 +24,7 @@ def run_in_threads(
     """Run tasks in threads; returns their results in order.
 
     An exception in the waiting caller, such as KeyboardInterrupt, ends the wait at once: running tasks complete in the
-    background, the others are cancelled. Raises Exception: exception of the first task, in order, that failed, after
+    background, the others are cancelled. Raises the exception of the first task, in order, that failed, after
     all tasks have ended.
     """
     if not tasks:

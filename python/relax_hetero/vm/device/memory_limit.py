@@ -34,7 +34,7 @@ clear_pools = tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
 class MemoryLimits:
     """The maximum memory of a machine on each device, compared with the executable's memory plan.
 
-    Raises BindingError: an unknown device, or an invalid number of bytes. Raises MemoryLimitError: weights, or a
+    Raises BindingError for an unknown device, or an invalid number of bytes. Raises MemoryLimitError for weights, or a
     function of static sizes, that need more than the limit.
     """
 

@@ -72,7 +72,7 @@ def _look_up_function(module: runtime.Module) -> None:
 def check_linking(what: str) -> list[str]:
     """The command of the linking C compiler: ``CXX`` or ``CC`` with its options, else the first one found.
 
-    Raises BuildError: no compiler, or no space for temporary files; the message begins with `what`.
+    Raises BuildError without a compiler, or space for temporary files; the message begins with `what`.
     """
     named = os.environ.get("CXX") or os.environ.get("CC")
     try:
@@ -107,7 +107,7 @@ def link_library(
 ) -> None:
     """Link a compiled module into a shared library at `path`.
 
-    Raises BuildError: TVM's or the C compiler is absent, or fails.
+    Raises BuildError if TVM's or the C compiler is absent, or fails.
     """
     if _RUNTIME_ONLY:
         raise BuildError(f"{what} needs TVM's compiler: found TVM's runtime only")

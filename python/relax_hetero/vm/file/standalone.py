@@ -76,7 +76,7 @@ def compile_standalone(
 ) -> list[str]:
     """Compile the part of a file that runs it without Python; returns the paths of object files.
 
-    Raises BuildError: the compiler fails.
+    Raises BuildError if the compiler fails.
     """
     tables, objects = folder / "tables.c", [folder / "standalone.o", folder / "tables.o"]
     tables.write_text(description(metadata, offsets))

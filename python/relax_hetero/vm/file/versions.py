@@ -19,7 +19,7 @@ def version_for_devices(
     """Choose the version of an executable whose devices are present, and translate arguments to its manifest.
 
     `executable`: executable with its versions. `devices`, `memory_limit`: arguments of `VirtualMachine`, by entries of
-    the executable's manifest. Raises BindingError: invalid `devices` (see `bind_devices`), absent ones excepted.
+    the executable's manifest. Raises BindingError for invalid `devices` (see `bind_devices`), absent ones excepted.
     """
     metadata = executable.metadata
     absent = _absent(metadata, devices)

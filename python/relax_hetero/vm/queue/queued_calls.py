@@ -116,7 +116,7 @@ class CallsInFlight:
 
 
 class QueuedCalls:
-    """A machine's calls through its queues. Raises BindingError: a `max_in_flight` that is not a positive integer."""
+    """A machine's calls through its queues. Raises BindingError unless `max_in_flight` is a positive integer."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from .queues import Queues, functions_to_queue
 class Submitter:
     """Submits calls of a machine's functions to its queues.
 
-    Raises BindingError: a `max_in_flight` that is not a positive integer.
+    Raises BindingError for a `max_in_flight` that is not a positive integer.
     """
 
     def __init__(

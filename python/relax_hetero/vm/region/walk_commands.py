@@ -107,7 +107,7 @@ def value_of(dim: Dim | float, values: Values) -> Any:
 
 
 def walk(commands: Iterable[Command], kernels: Mapping[str, Kernel], memory: Memory, values: Values) -> None:
-    """Run commands in order, up to a kernel that fails. Raises Exception: the exception of a failing kernel."""
+    """Run commands in order, up to a kernel that fails. Raises the exception of a failing kernel."""
     for command in commands:
         run_command(command, kernels, memory, values)
 

@@ -190,7 +190,7 @@ class NvrtcCompiler(CudaCompiler):
 class _Worker:
     """A process of `nvrtc_worker`.
 
-    Raises BuildError: the process cannot be started or has died, or the library cannot be loaded.
+    Raises BuildError if the process cannot be started or has died, or the library cannot be loaded.
     """
 
     def __init__(self, library: Path) -> None:
