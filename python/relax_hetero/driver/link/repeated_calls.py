@@ -26,8 +26,8 @@ After, in addition to the unchanged `main`::
         ...
 
 The machine recognizes calls whose arguments have the devices, element types and shapes of an earlier call
-(`vm.args.argument_binding`). It calls `main_shared` once for each such combination, and `main_repeated` from then on, so that
-a symbolic function costs the CPU as little as a static one.
+(`vm.args.argument_binding`). It calls `main_shared` once for each such combination, and `main_repeated` from then on,
+so that a symbolic function costs the CPU as little as a static one.
 
 A function gets these entry points if its parameters are tensors whose sizes determine all other sizes.
 """
