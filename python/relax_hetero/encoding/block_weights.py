@@ -53,27 +53,20 @@ MAX_FUSED_PAIRS, MAX_SUMMED_EXPERTS = 255, 16
 FRAGMENT_COLUMNS = 16  # columns in a fragment block
 
 
-def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> np.ndarray:
+def pack_fragments(
+    data: np.ndarray,  # uint8, (n, bytes): rows of weights; further bytes of a row are ignored
+    # depth, block: weights of a row, and number of weights that share a scale, a multiple of 16.
+    depth: int,
+    block: int,
+    bits: int = 4,  # bits of a weight: 4 or 8
+) -> np.ndarray:
     """Pack rows of bytes into fragments of tensor cores: 16 columns by a chunk of k, 16 bytes for each of 32 lanes.
 
     Lane l holds columns ``l // 4`` and ``l // 4 + 8``, and along k the quarter ``l % 4`` of each run (a chunk, or less
     where fewer weights share a scale). A 32-bit word has four 4-bit weights of each column: bits 0 and 16 are the first
     two of the first column, bits 4 and 20 of the second; bits 8 and 24, and 12 and 28, the next two. It has two 8-bit
-    weights of each: the first and the second of the first column, then those of the other.
-
-    Parameters
-    ----------
-    data : array of uint8, (n, bytes)
-        Rows of weights; further bytes of a row are ignored.
-    depth, block : int
-        Weights of a row, and number of weights that share a scale, a multiple of 16.
-    bits : int
-        Bits of a weight: 4 or 8.
-
-    Returns
-    -------
-    array of int32, (ceil(n / 16), ceil(depth / chunk), 32, 4)
-        Fragments, padded with zeros; ``chunk = chunk_of(bits)``.
+    weights of each: the first and the second of the first column, then those of the other. Returns the fragments,
+    padded with zeros; ``chunk = chunk_of(bits)``.
     """
     weights = np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), 2 * data.shape[1]) if bits == 4 else data
     return _fragments(weights[:, :depth], block, bits)

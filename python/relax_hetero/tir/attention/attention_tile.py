@@ -86,18 +86,11 @@ class AttentionRows(ABC):
         product: Expr,
         i: Expr,
         column: Expr,
+        # Masks of keys that exist, and of those among them that the row sees; None: all.
         masks: tuple[Expr | None, Expr | None],
-        loaded: dict[tuple[int, Expr], Expr],
+        loaded: dict[tuple[int, Expr], Expr],  # vectors of operands that were loaded for other rows of these keys
     ) -> Expr:
-        """A vector of scores of row i: the expression, and -inf for keys that the row does not see.
-
-        Parameters
-        ----------
-        masks : tuple of (PrimExpr or None)
-            Masks of keys that exist, and of those among them that the row sees; None: all.
-        loaded : dict
-            Vectors of operands that were loaded for other rows of these keys.
-        """
+        """A vector of scores of row i: the expression, and -inf for keys that the row does not see."""
         exists, visible = masks
         spec, source = self.spec, self.source
         values = [source.scaled_scores(product, column)]

@@ -127,25 +127,14 @@ def result_position(conv: Convolution, row: ConvRow, place: Expr, column: Expr) 
 def store_pixels(
     conv: Convolution,
     row: ConvRow,
+    # place, column: first pixel along the innermost spatial dimension, and first output channel.
     place: Expr,
     column: Expr,
-    size: tuple[int, int],
-    masks: Masks,
-    value: Callable[[int, int], Expr],
+    size: tuple[int, int],  # pixels and vectors
+    masks: Masks,  # existing lanes of each vector
+    value: Callable[[int, int], Expr],  # function from a pixel and a vector to its accumulator
 ) -> None:
-    """Apply the epilogue to accumulators and write them.
-
-    Parameters
-    ----------
-    place, column : PrimExpr
-        First pixel along the innermost spatial dimension, and first output channel.
-    size : tuple of int
-        Pixels and vectors.
-    masks : sequence of (PrimExpr or None)
-        Existing lanes of each vector.
-    value : callable
-        Function from a pixel and a vector to its accumulator.
-    """
+    """Apply the epilogue to accumulators and write them."""
     for t in range(size[0]):
         for j in range(size[1]):
             at = result_position(conv, row, place + t, column + j * conv.lanes)

@@ -130,24 +130,14 @@ class VectorTile(AccumulatorTile):
 
     def again_if_out_of_range(
         self,
-        terms: Expr,
+        terms: Expr,  # number of products in each accumulator
+        # Function that accumulates all of them in a tile with a wider instruction.
         accumulate: Callable[[VectorTile], None],
-        masks: Masks | None = None,
+        masks: Masks | None = None,  # relevant lanes of each vector; None: all
+        # Minimum mean square of products; 0 if the loss of small products does not matter.
         min_square: float = MIN_SQUARE,
     ) -> None:
-        """Accumulate again in float32, if fp16 partial sums left the range of their type.
-
-        Parameters
-        ----------
-        terms : PrimExpr or int
-            Number of products in each accumulator.
-        accumulate : callable
-            Function that accumulates all of them in a tile with a wider instruction.
-        masks : sequence of (PrimExpr or None), optional
-            Relevant lanes of each vector; None: all.
-        min_square : float
-            Minimum mean square of products; 0 if the loss of small products does not matter.
-        """
+        """Accumulate again in float32, if fp16 partial sums left the range of their type."""
         existing = []
         for number in range(self.count):
             mask = masks[number % self.vectors] if masks else None

@@ -396,26 +396,15 @@ class Reads:
 
 
 def transfer_dependences(
-    bindings: Sequence[relax.Binding], reads: Reads, devices: Sequence[int | None], isolated: Sequence[bool]
+    bindings: Sequence[relax.Binding],  # bindings in program order
+    reads: Reads,  # reads among them
+    devices: Sequence[int | None],  # device of each binding; None for bindings without cost
+    isolated: Sequence[bool],  # True for transfers, and for other bindings that are parts of their own
 ) -> list[Dependences]:
     """For each binding the transfers that it depends on, and those that depend on it.
 
-    Parameters
-    ----------
-    bindings : sequence of relax.Binding
-        Bindings in program order.
-    reads : Reads
-        Reads among them.
-    devices : sequence of (int or None)
-        Device of each binding; None for bindings without cost.
-    isolated : sequence of bool
-        True for transfers, and for other bindings that are parts of their own.
-
-    Returns
-    -------
-    list of Dependences
-        Valid for bindings with a device that are not isolated. Work that reads a result of another device without
-        a transfer (a shape) counts as a transfer before itself.
+    Valid for bindings with a device that are not isolated. Work that reads a result of another device
+    without a transfer (a shape) counts as a transfer before itself.
     """
     producers, count = reads.producers, len(bindings)
     bits = _numbered(isolated)

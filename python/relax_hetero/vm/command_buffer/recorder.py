@@ -193,19 +193,15 @@ class Recording:
 
 
 class Recorder:
-    """Collects and checks commands.
+    """Collects and checks commands."""
 
-    Parameters
-    ----------
-    device : int
-        Manifest index.
-    slots, parameters : int
-        Number of slots, and number of parameters.
-    may_overlap : frozenset of (int, int)
-        Pairs of slots whose bindings may overlap.
-    """
-
-    def __init__(self, device: int, slots: int, parameters: int, may_overlap: frozenset[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        device: int,  # manifest index
+        slots: int,  # number of slots
+        parameters: int,  # number of parameters
+        may_overlap: frozenset[tuple[int, int]],  # pairs of slots whose bindings may overlap
+    ) -> None:
         self._device, self._parameters, self._may_overlap = device, parameters, may_overlap
         self._commands: list[Command] = []
         self._slot_requirements = [Requirement() for _ in range(slots)]
