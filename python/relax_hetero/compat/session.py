@@ -18,24 +18,18 @@ import tvm_ffi
 from relax_hetero.compat.binding import IOBinding
 from relax_hetero.compat.devices import normalized, vdevices_of
 from relax_hetero.compat.errors import Fail, InvalidArgument, NotImplemented, as_errors_of_onnxruntime
-from relax_hetero.compat.graph import ModelMetadata, NodeArg, read_graph
-from relax_hetero.compat.options import PER_SHAPE, RunOptions, SessionOptions, warn_once
+from relax_hetero.compat.graph import Graph, ModelMetadata, NodeArg, read_graph
+from relax_hetero.compat.options import PER_SHAPE, RunOptions, SessionOptions, log, warn_once
 from relax_hetero.compat.text import without_text_steps
 from relax_hetero.compat.values import OrtValue, numpy_dtype_of, type_text_of_dtype
+from relax_hetero.driver.compile import compile
 from relax_hetero.errors import HeteroError
+from relax_hetero.frontend.from_onnx import from_onnx
+from relax_hetero.frontend.onnx.survey import NO_CONVERTER
+from relax_hetero.frontend.onnx_report import onnx_report
+from relax_hetero.transform.ir.module_attrs import DEFAULTS
 from relax_hetero.vm.device.tensor_arrays import host_array
 from relax_hetero.vm.machine import VirtualMachine
-
-from ..driver.compile import compile
-from ..errors import HeteroError
-from ..frontend.from_onnx import from_onnx
-from ..frontend.onnx.survey import NO_CONVERTER
-from ..frontend.onnx_report import onnx_report
-from ..transform.ir.module_attrs import DEFAULTS
-from ..vm.machine import VirtualMachine
-from .errors import NotImplemented, as_errors_of_onnxruntime
-from .graph import Graph
-from .options import log
 
 _STRING = "tensor(string)"
 
