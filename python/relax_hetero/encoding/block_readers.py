@@ -156,8 +156,7 @@ def _read_q4_k(data: Any, reader: SuperblockReader) -> QuantizedRows:
 def _read_q5_k(data: Any, reader: SuperblockReader) -> QuantizedRows:
     ops = reader.ops
     low_bits = reader.fields(ops.slice(data, 48, 176), 32, 4)
-    high_bits = reader.fields(ops.slice(data, 16, 48), 32, 1)
-    quants = ops.or_shifted(low_bits, high_bits, 4)
+    quants = ops.or_shifted(low_bits, reader.fields(ops.slice(data, 16, 48), 32, 1), 4)
     return QuantizedRows(quants, *_read_k_scales(data, reader), reader.f16(data, 0), reader.f16(data, 2))
 
 

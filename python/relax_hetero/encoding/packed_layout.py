@@ -253,8 +253,7 @@ class PackedLayout:
             Logical extents.
         """
         if self.compensation:
-            axis = self.outer_perm.index(self.inner_dims[-1])
-            stored = np.delete(stored, 0, axis=axis)
+            stored = np.delete(stored, 0, axis=self.outer_perm.index(self.inner_dims[-1]))
         if self.swizzle:
             stored = _swizzled(stored)
         rank = len(self.outer_perm)

@@ -191,8 +191,7 @@ def convolution_kernel(problem: DeltaRuleProblem) -> tirx.PrimFunc:
 
     def emit(tensors: DeltaRuleTensors) -> None:
         with loop(tasks, parallel=tasks > 1) as task, loop(problem.rows) as row, loop(vectors) as vector:
-            channel = materialize((task * vectors + vector) * lanes)
-            _convolve(tensors, problem, row, channel, lanes)
+            _convolve(tensors, problem, row, materialize((task * vectors + vector) * lanes), lanes)
 
     return _kernel("causal_convolution", problem, emit)
 

@@ -132,8 +132,7 @@ class RecurrenceProblem:
             "inputs": ((self.steps, batch, directions * gates * hidden), "t m n")
         }
         for phase, count in enumerate(self.phases):
-            columns = self.panels * count * PANEL_COLUMNS
-            shapes[f"weights{phase}"] = ((directions, hidden, columns), "d k n")
+            shapes[f"weights{phase}"] = ((directions, hidden, self.panels * count * PANEL_COLUMNS), "d k n")
         if self.has_bias:
             shapes["bias"] = ((directions, hidden), "d n")
         shapes |= {f"initial_{name}": state for name in states}

@@ -276,8 +276,7 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
         )
     texts = options.slots or max(BATCHES) * len(vdevices)
     cache = default_cache(model, vdevices, options.context, texts)
-    limits = memory_limits(options.memory_limit, vdevices)
-    limit = min(limits.values(), default=None)
+    limit = min(memory_limits(options.memory_limit, vdevices).values(), default=None)
     chosen = choose_replicas(file, model, cache, vdevices, CostModel.measured(vdevices), limit, texts)
     together = [vdevices[gpu] for gpu in backend_of(kind).in_order_of_links(chosen.devices)]
     own = replace(

@@ -71,8 +71,7 @@ class PermutedValue:
         sources: list[tuple[relax.Expr, Axes, bool]] = []
         for order, expr in self.available.items():
             axes = compose(inverse(order), key)
-            shape = [self.shape[axis] for axis in order]
-            sources.append((expr, axes, is_order_preserving(shape, axes)))
+            sources.append((expr, axes, is_order_preserving([self.shape[axis] for axis in order], axes)))
         return next((source for source in sources if source[2]), sources[0])
 
 

@@ -44,8 +44,7 @@ class _ConstantTuple:
         self.tensors: list[tvm.runtime.Tensor] = []
 
     def add(self, constant: tvm.ir.GenericConst) -> int:
-        vdevice = constant.ty.vdevice or self.vdevices[0]
-        device = vdevice_index(vdevice, self.vdevices)
+        device = vdevice_index(constant.ty.vdevice or self.vdevices[0], self.vdevices)
         data = constant.value
         key = (device, hash(data))  # identity, which is unique because the table keeps the tensor alive
         if key not in self.index:

@@ -236,8 +236,7 @@ class AttentionGraph(GraphOps):
             angles = self.emit(column * relax.const(frequencies), f"{name}.angles")
             parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
             # Unlike a concatenation of halves, a selection is one kernel.
-            is_cosine = relax.const(np.arange(size)[None] < size // 2)
-            table = self.emit(relax.op.where(is_cosine, *parts), name)
+            table = self.emit(relax.op.where(relax.const(np.arange(size)[None] < size // 2), *parts), name)
             magnitude = yarn.magnitude if yarn else self.model.magnitude
             self.rotary_tables[key] = self._scaled(table, magnitude, f"{name}.scaled")
         return self.rotary_tables[key]

@@ -399,8 +399,7 @@ def _biases(node: Node, problem: RecurrenceProblem) -> list[relax.Expr]:
     if problem.has_bias:
         last = node.emit(relax.op.strided_slice(recurrent, [2], [gates - 1], [gates]))
         kernel_biases.append(node.emit(relax.op.reshape(last, (directions, hidden))))
-        others = np.arange(gates).reshape(-1, 1) < gates - 1
-        recurrent = node.emit(recurrent * const(others, "float32"))
+        recurrent = node.emit(recurrent * const(np.arange(gates).reshape(-1, 1) < gates - 1, "float32"))
     total = node.emit(own + recurrent)
     return [node.emit(relax.op.reshape(total, (directions * gates * hidden,))), *kernel_biases]
 

@@ -427,8 +427,7 @@ def _real_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.E
     quotient = (limit - start).astype("float64") / delta.astype("float64")
     is_finite = tirx.all(quotient >= -tirx.const(1e300, "float64"), quotient <= tirx.const(1e300, "float64"))
     clamped = tirx.Select(is_finite, tirx.max(tirx.min(quotient, max_length), zero), zero)
-    count = tirx.Cast("int64", tirx.ceil(clamped))
-    length = tirx.Select(is_finite, count, as_expr(_NOT_FINITE))
+    length = tirx.Select(is_finite, tirx.Cast("int64", tirx.ceil(clamped)), as_expr(_NOT_FINITE))
     return tirx.Select(delta == tirx.const(0, str(delta.ty)), as_expr(_NO_STEP), length)
 
 

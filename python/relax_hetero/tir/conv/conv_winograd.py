@@ -292,8 +292,7 @@ def _finish_panel(
 
     def tiles_of(masks: Masks) -> None:
         with loop(count) as tile:
-            at = _tile_at(work, counts, begin + tile)
-            _transform_sums(work, tile, at, column, masks)
+            _transform_sums(work, tile, _tile_at(work, counts, begin + tile), column, masks)
 
     over_columns(number * width, width, shape.columns, work.lanes, tiles_of)
 

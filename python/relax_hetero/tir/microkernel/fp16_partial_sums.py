@@ -86,8 +86,7 @@ class Fp16PartialSums:
         lanes, k0 = self._lanes, self._dot.k0
         for number in range(self._count):
             value = let(self._chains[number])
-            words = tirx.reinterpret(f"int32x{lanes}", value)
-            odd = tirx.shift_right(words, constant(16, "int32", lanes))
+            odd = tirx.shift_right(tirx.reinterpret(f"int32x{lanes}", value), constant(16, "int32", lanes))
             even_and_odd = let(value + tirx.reinterpret(str(value.ty.dtype), odd))
             pairs = cast(T.Shuffle([even_and_odd], list(range(0, lanes * k0, k0))), self._dot.types[2])
             self._sums[number] = self._sums[number] + pairs

@@ -150,8 +150,7 @@ class _Checker:
                 args[operand.number] = relax.Tuple(fields)
         if all(new.same_as(old) for new, old in zip(args, call.args, strict=True)):
             return binding
-        new_call = typed(with_args(call, args), call.ty)
-        return relax.VarBinding(binding.var, new_call, binding.span)
+        return relax.VarBinding(binding.var, typed(with_args(call, args), call.ty), binding.span)
 
     def _valid_value(
         self,

@@ -170,8 +170,7 @@ class Operands:
             return self.env.get(handle(expr), expr)
         if kind is relax.Tuple:
             old = list(expr.fields)
-            fields = [self.mapped(field) for field in old]
-            return _same_or_tuple(expr, old, fields)
+            return _same_or_tuple(expr, old, [self.mapped(field) for field in old])
         if kind is relax.TupleGetItem:
             old_tuple = expr.tuple_value
             new_tuple = self.mapped(old_tuple)

@@ -321,8 +321,7 @@ class _Writer:
             yield from _copies(copy_, source)
             fields[index] = copy_
         args = [call.args[0], typed(relax.Tuple(fields), call.args[1].ty), *call.args[2:]]
-        new = typed(with_args(call, args), call.ty)
-        yield relax.VarBinding(binding.var, new, binding.span)
+        yield relax.VarBinding(binding.var, typed(with_args(call, args), call.ty), binding.span)
 
 
 def _copies(var: relax.Var, shared: relax.Var) -> Iterator[relax.Binding]:

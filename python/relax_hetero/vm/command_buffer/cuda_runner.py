@@ -116,8 +116,7 @@ class CudaCommands:
 
     def _launch(self, table: BindingTable, numbers: _Numbers, stream: Stream) -> None:
         values = {**table.values, **dict(zip(self._names, numbers, strict=True))}
-        memory = Memory(table.addresses, self._directs)
-        launcher = _CommandLauncher(self._library, stream, memory, values)
+        launcher = _CommandLauncher(self._library, stream, Memory(table.addresses, self._directs), values)
         for command in self._recording.commands:
             if isinstance(command, Dispatch):
                 launcher.dispatch(command, self._recording.kernels[command.kernel])

@@ -31,8 +31,7 @@ def vector(node: Node, name: str, default: float, dtype: str = "float32") -> rel
 @converts("Scaler", domain=CLASSICAL)
 def scaler(node: Node) -> relax.Expr:
     """(x - offset) * scale in float32, by feature."""
-    data = cast(node, node.tensor(0), "float32")
-    shifted = node.emit(data - vector(node, "offset", 0.0))
+    shifted = node.emit(cast(node, node.tensor(0), "float32") - vector(node, "offset", 0.0))
     return node.emit(shifted * vector(node, "scale", 1.0))
 
 

@@ -51,8 +51,7 @@ def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
     x = node.emit(scores * number(2) - number(1))
     log = node.emit(relax.op.log((number(1) - x) * (number(1) + x)))
     half = node.emit(number(2 / (3.14159 * 0.147)) + number(0.5) * log)
-    inner = half * half - number(1 / 0.147) * log
-    root = node.emit(relax.op.sqrt(relax.op.sqrt(inner) - half))
+    root = node.emit(relax.op.sqrt(relax.op.sqrt(half * half - number(1 / 0.147) * log) - half))
     sign = node.emit(relax.op.where(x < number(0), number(-1), number(1)))
     return node.emit(number(1.41421356) * sign * root)
 

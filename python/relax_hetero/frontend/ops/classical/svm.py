@@ -67,8 +67,7 @@ def _similarities(node: Node, data: relax.Expr, vectors: np.ndarray) -> relax.Ex
         raise node.refusal(f"kernel_params has {len(parameters)} entries, expected 3: gamma, coef0 and degree")
     gamma, offset, degree = parameters
     if kind == "RBF":
-        distances = squared_distances(node, data, columns)
-        return node.emit(relax.op.exp(distances * const(-gamma, "float32")))
+        return node.emit(relax.op.exp(squared_distances(node, data, columns) * const(-gamma, "float32")))
     product = matmul(node, data, columns) * const(gamma, "float32")
     value = node.emit(product + const(offset, "float32"))
     if kind == "SIGMOID":

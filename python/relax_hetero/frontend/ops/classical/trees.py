@@ -495,8 +495,7 @@ def tree_ensemble_regressor(node: Node) -> relax.Expr:
     trees, weights, targets = _parse_listed_trees(node, "target")
     _check_targets(node, targets, count)
     forest = forest_of(node, trees, width, dtype)
-    how = node.attribute("aggregate_function", "SUM")
-    scores = _aggregate(node, data, forest, weights, count, how)
+    scores = _aggregate(node, data, forest, weights, count, node.attribute("aggregate_function", "SUM"))
     base = _numbers(node, "base_values")
     if len(base) not in (0, count):
         raise node.refusal(f"base_values has {len(base)} entries, expected {count}")

@@ -153,8 +153,7 @@ def skip_group_norm(node: Node) -> relax.Expr:
     dims = node.shape(data)
     axis = len(dims) - 1 if node.attribute("channels_last", 1) else 1
     if node.rank(skip) == 2:
-        spatial = [i for i in range(1, len(dims)) if i != axis]
-        skip = node.emit(relax.op.expand_dims(skip, spatial))
+        skip = node.emit(relax.op.expand_dims(skip, [i for i in range(1, len(dims)) if i != axis]))
     total = node.emit(data + require_broadcast(node, skip, dims, "its skip"))
     if node.has(4):
         bias = require_shape(node, node.tensor(4), [dims[axis]], "its bias")

@@ -324,8 +324,7 @@ def _is_chosen(node: Node, logits: relax.Expr, count: int) -> relax.Expr:
         is_before = tirx.any(other_logit > logit, tirx.all(other_logit == logit, other < i[1]))
         return te.sum(tirx.Select(is_before, tirx.const(1, "int32"), tirx.const(0, "int32")), axis=other)
 
-    num_before = node.kernel("experts_before", element, logits)
-    return node.emit(num_before < const(count, "int32"))
+    return node.emit(node.kernel("experts_before", element, logits) < const(count, "int32"))
 
 
 def _sparse_mixer(node: Node, logits: relax.Expr) -> relax.Expr:
@@ -335,8 +334,7 @@ def _sparse_mixer(node: Node, logits: relax.Expr) -> relax.Expr:
     for _ in range(2):
         best = node.emit(relax.op.max(remaining, [1], keepdims=True))
         factor = node.emit(relax.op.maximum(relax.op.abs(logits), best))
-        distance = node.emit((best - logits) / factor)
-        is_far = node.emit(distance > const(2 * _SPARSE_MIXER_JITTER, "float32"))
+        is_far = node.emit(node.emit((best - logits) / factor) > const(2 * _SPARSE_MIXER_JITTER, "float32"))
         near = node.emit(relax.op.where(is_far, lowest, remaining))
         weights = node.emit(relax.op.nn.softmax(near, axis=-1))
         is_best = _is_chosen(node, remaining, 1)

@@ -136,8 +136,7 @@ def _resize_axis(
     dtype, before = dtype_of(data), node.shape(data)[axis]
     sizes = relax.ShapeExpr([as_expr(before), as_expr(after)])
     arguments = [sizes, settings, relax.prim_value(number), _text(form.text()), _text(node.title)]
-    has_filter = form.antialias and form.mode != "nearest"
-    if has_filter:
+    if form.antialias and form.mode != "nearest":
         raise node.refusal("has an antialiasing filter, whose width follows from sizes; give them with shapes=")
     count = tap_count(ResizedAxis(1, 1, 1.0), form)
     indices = _call_packed(node, INDICES, arguments, [after, count], "int64")

@@ -223,8 +223,7 @@ def put(
 def _require_count(node: TorchNode, values: relax.Expr, target: list[Any]) -> relax.Expr:
     """Require that values match a dynamic number of indices."""
     value_dims = node.dims(values)
-    trailing = target[len(target) - len(value_dims) :]
-    pairs = zip(value_dims, trailing, strict=True)
+    pairs = zip(value_dims, target[len(target) - len(value_dims) :], strict=True)
     dims = [size if isinstance(size, int) and size == 1 else other for size, other in pairs]
     return require_shape(node.onnx_node("ScatterND", []), values, dims, "its values")
 

@@ -130,8 +130,7 @@ def split(node: TorchNode, x: relax.Expr, *arguments: Any) -> list[relax.Expr]:
         return [node.emit(relax.TupleGetItem(pieces, index)) for index in range(len(shapes))]
     for shape in shapes:
         count = 1 if is_unbind else shape[axis]
-        part = cut_axis(node, x, axis, first, count)
-        parts.append(node.reshape(part, shape))
+        parts.append(node.reshape(cut_axis(node, x, axis, first, count), shape))
         first = first + count
     return parts
 

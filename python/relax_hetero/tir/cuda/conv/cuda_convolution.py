@@ -70,8 +70,7 @@ def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None
             batches = Batches(counts)
             if plan is None:
                 plan = simt_plan((known(m), int(columns), int(depth)), known(batches.count), dtype, gpu)
-            taps = FilterTaps(data, problem, extents, len(batch))
-            left = SimtOperand(data, "m", plan.rows, m, taps)
+            left = SimtOperand(data, "m", plan.rows, m, FilterTaps(data, problem, extents, len(batch)))
             right = SimtOperand(weight, "n", plan.columns, int(columns))
             TiledProduct(left, right, int(depth), dtype, writer, batches, plan).emit()
     return tied_to(function.result, problem.parameters[2:-1], 2, problem.result)

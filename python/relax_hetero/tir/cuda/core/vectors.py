@@ -101,8 +101,7 @@ class VectorRegisters:
             self._write(self._memory, vector, base)
             return
         for number, (lanes, width) in enumerate(self._accesses(vector)):
-            indices = lane_indices((base + number) * width, width)
-            T.buffer_store(self._units, self._memory[indices], [lanes])
+            T.buffer_store(self._units, self._memory[lane_indices((base + number) * width, width)], [lanes])
 
     def _write(self, memory: Any, vector: int, base: Expr) -> None:
         for number, (lanes, width) in enumerate(self._accesses(vector)):

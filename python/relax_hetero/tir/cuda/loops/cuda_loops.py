@@ -433,8 +433,7 @@ def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], gpu: GpuTarget) -
             memory = {views[buffer]: memory_of for buffer, memory_of in buffers.items()}
             for nest in nests:
                 memory |= _write_nest(split_axes(nest), gpu, views)
-    body = with_views(builder.get().body, memory)
-    return func.with_body(body).with_attr("tirx.is_scheduled", True)
+    return func.with_body(with_views(builder.get().body, memory)).with_attr("tirx.is_scheduled", True)
 
 
 def _count(buffer: tirx.Buffer) -> list[tirx.Expr]:
