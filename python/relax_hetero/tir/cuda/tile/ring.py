@@ -17,16 +17,19 @@ BARRIER_BYTES = 8
 
 
 class Ring:
-    """Barriers of a ring's stages."""
+    """Barriers of a ring's stages.
 
-    def __init__(
-        self,
-        shared: SharedMemory,  # not yet opened: the ring reserves its barriers
-        stages: int,
-        producers: int,  # arrivals that complete a full barrier
-        # Arrivals that complete an empty barrier; 0: there are none, as other barriers order reads and writes.
-        consumers: int = 0,
-    ) -> None:
+    Parameters
+    ----------
+    shared : SharedMemory
+        Not yet opened: the ring reserves its barriers.
+    producers : int
+        Arrivals that complete a full barrier.
+    consumers : int
+        Arrivals that complete an empty barrier; 0: there are none, as other barriers order reads and writes.
+    """
+
+    def __init__(self, shared: SharedMemory, stages: int, producers: int, consumers: int = 0) -> None:
         self.shared, self.stages, self.producers, self.consumers = shared, stages, producers, consumers
         self._full = shared.reserve(BARRIER_BYTES * stages, BARRIER_BYTES)
         self._empty = shared.reserve(BARRIER_BYTES * stages, BARRIER_BYTES) if consumers else 0
@@ -76,7 +79,10 @@ class Ring:
 class RingPosition:
     """A thread's stage and phase parity in registers, which advance without a division.
 
-    `stages`: stages of the ring.
+    Parameters
+    ----------
+    stages : int
+        Stages of the ring.
     """
 
     def __init__(self, stages: int) -> None:
