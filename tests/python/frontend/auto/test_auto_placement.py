@@ -182,6 +182,13 @@ def test_one_call_of_the_same_stays_on_one_device():
     assert plan.busy_seconds[used] == pytest.approx(plan.estimate_seconds)
 
 
+@pytest.mark.parametrize(("devices", "chosen"), [(ONE_CORE, "llvm:0"), (["c", *ONE_CORE], "llvm:0")])
+def test_of_equal_cpus_the_first_is_taken(devices, chosen):
+    """All read the caller's arrays in place; a slower device before them changes nothing."""
+    plan = auto_placement(mlp(64, 512, 2), devices)
+    assert set(plan.assignments.values()) == {chosen}
+
+
 def test_one_call_overlaps_independent_branches_where_devices_have_cores_of_their_own(monkeypatch):
     model = parser.parse_model("""
         <ir_version: 9, opset_import: ["" : 17]>

@@ -18,7 +18,7 @@ import relax_hetero as rh
 from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
 from relax_hetero.display.text import bytes_text, time_text
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
-from relax_hetero.frontend.auto.measure_devices import SharingFigures
+from relax_hetero.frontend.auto.measure_devices import DeviceFigures, Figures, SharingFigures
 from relax_hetero.frontend.gguf.choose_rules import choose_replicas
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameters_of
@@ -228,6 +228,25 @@ def test_a_device_with_a_number_stands_for_its_kind():
     _, costs, fleet = fleet_of("cuda:1", 1, 8, SLOW)
     assert fleet == fleet_of("cuda", 1, 8, SLOW)[2]
     assert fleet.link.bandwidth < math.inf and len(costs.devices) == 2 and fleet.devices == 8
+
+
+def test_of_a_device_alone_only_the_link_is_assumed(large, runner, monkeypatch):
+    """One GPU in this machine: its figures count for all, and the command says what the link's would need."""
+    figures = Figures({0: DeviceFigures({"float32": 1e13, "float16": 2e14}, 3e12, 2e-6, 5e-5)}, {})
+    for module in ("cost_model", "measure_devices"):
+        name = f"relax_hetero.frontend.auto.{module}.are_present"
+        monkeypatch.setattr(name, lambda vdevices: [int(each.vdevice_id) for each in vdevices] == [0])
+    monkeypatch.setattr("relax_hetero.frontend.auto.cost_model.figures_of", lambda vdevices, *_: figures)
+    monkeypatch.setattr("relax_hetero.frontend.auto.auto_placement.are_present", lambda vdevices: False)
+    vdevices, costs, fleet = fleet_of(GPU, 1, 8, SLOW)
+    assert [int(vdevice.vdevice_id) for vdevice in vdevices] == [0, 1]
+    assert [cost.bandwidth for cost in costs.devices] == [3e12, 3e12] and costs.figures == "measured"
+    assert fleet.link.bandwidth == CostModel.for_vdevices(vdevices).links[0, 1].bandwidth
+    common = ["scale", str(large[0]), "--vdevice", json.dumps(GPU), "--devices", "2", "--memory-limit", "80GiB"]
+    shown = " ".join(runner(*common).split())
+    assert "Rates were measured" in shown
+    assert "found 1 of these devices in this machine, expected 2 to measure it; give it as --link GB/S" in shown
+    assert "expected 2" not in runner(*common, "--link", "200", "5")
 
 
 @pytest.fixture
