@@ -300,7 +300,9 @@ def test_replicas_are_chosen_by_rates_and_limits(large):
 
 
 def test_replicas_where_gpus_do_not_reach_each_other(large):
-    assert chosen(large, 4, 256).rules is None or "[" not in str(chosen(large, 4, 256).rules)
+    best = chosen(large, 4, 256)
+    assert best.rules is None or "[" not in str(best.rules)
+    assert "need GPUs that reach each other's memory, and 0 and 1 do not" in best.reason
 
 
 def test_replicas_without_texts_are_idle(large):
