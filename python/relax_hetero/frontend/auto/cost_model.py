@@ -17,6 +17,7 @@ from tvm.target import Target, codegen
 from ...errors import PlacementError, VDeviceError
 from ...target.backend import backend_of
 from ...target.cpu_cores import num_cores
+from ...target.gpu_target import NVLINK_BYTES_PER_SECOND
 from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS, host_of, hosts_of
 from ...target.native_target import with_hardware
 from ...target.product_rates import QUANTIZED, product_rate
@@ -327,7 +328,7 @@ def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | 
     if any(on_cpu):
         # PCIe, measured between an H200 and pageable host memory; mailboxes are assumed.
         return LinkCost(20e9, 30e-6, 6e-6)
-    return LinkCost(300e9, 30e-6)  # NVLink; two H200s measured 369 GB/s for 256 MB
+    return LinkCost(NVLINK_BYTES_PER_SECOND, 30e-6)
 
 
 def _physical_device(vdevice: tvm.relax.VDevice) -> tuple[str | None, int, int]:
