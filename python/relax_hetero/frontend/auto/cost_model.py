@@ -182,7 +182,7 @@ class CostModel:
             else _default_gpu(vdevice.target)
             for vdevice in vdevices
         ]
-        # Every CPU device reads the caller's arrays in place. A plan has one host: the fastest CPU, the first of equals.
+        # All CPU devices read the caller's arrays in place, but costs have one host: the fastest, the first of equals.
         cpus = [
             index
             for index, vdevice in enumerate(vdevices)

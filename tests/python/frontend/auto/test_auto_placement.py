@@ -13,6 +13,7 @@ from frontend.plan_problems import links
 from relax_hetero.frontend import CostModel, DeviceCost, auto_placement
 from relax_hetero.frontend.auto import cost_model
 from relax_hetero.target.vdevice import VDevice, native, parse_vdevices
+from relax_hetero.transform.ir.remarks import remarks_of
 
 GPU = {"kind": "cuda", "arch": "sm_90"}
 
@@ -125,6 +126,14 @@ def test_every_row_has_its_reason(tmp_path):
     assert any("auto, about" in reason and "8,192 bytes" in reason for reason in transfers)
     assert about.placement_estimate["assumed_sizes"] == {"batch": 32}
     assert not any("annotation of" in entry["reason"] for entry in about.placement)
+
+
+@pytest.mark.usefixtures("free_exchanges")
+def test_parts_on_a_mesh_have_the_reason_of_their_node():
+    module = rh.from_onnx(mlp(4, 16, 2), ONE_CORE, {"*": "llvm[0:2]"})
+    entries = [entry for entry in remarks_of(module).placement.entries if entry.kind == "op"]
+    assert {entry.device for entry in entries if "@" in entry.variable} == {"llvm:1"}
+    assert {entry.reason for entry in entries} == {"rule '*'"}
 
 
 def test_staying_saves_transfers():
