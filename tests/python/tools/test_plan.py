@@ -165,6 +165,7 @@ def test_limits_decide_how_many_stages_share_layers(large: Path, monkeypatch: py
     layers = [part.device for part in limited.parts if part.name == "attn"]
     assert layers == sorted(layers) and 20 < layers.count("cuda[0:4]") < 28 and layers[-1] == "cuda[4:8]"
     assert all(0 <= use.left for use in limited.devices)
+    assert "layers shared by 4 devices, in 2 stages" in limited.parts[1].reason
     monkeypatch.setattr(
         "relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: abs(gpu - peer) < 2
     )
@@ -172,7 +173,18 @@ def test_limits_decide_how_many_stages_share_layers(large: Path, monkeypatch: py
     assert {part.device for part in pairs.parts} == {"cuda[0:2]"}
     assert "layers shared by 4 devices would take" in pairs.excluded and "cuda:0 does not" in pairs.excluded
     assert "memory of cuda:2 " in pairs.excluded
-    assert "layers shared by 4 devices, in 2 stages" in limited.parts[1].reason
+
+
+def test_a_model_that_fits_only_if_gpus_without_links_share_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One layer, of which half fits on each of two GPUs."""
+    path = write_gguf(tmp_path / "model.gguf", replace(MODELS["llama"], layers=1, feed_forward=4096), "F16")
+    shared = planned_on_gpus(path, {"*": "cuda[0:2]"}).devices[0]
+    limit = shared.weights + shared.cache + shared.working
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: True)
+    assert {part.device for part in planned_on_gpus(path, "auto", limit).parts} == {"cuda[0:2]"}
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: False)
+    with pytest.raises(rh.PlacementError, match=r"layers shared by 2 devices fit, but cuda:0 does not access .*cuda:1"):
+        planned_on_gpus(path, "auto", limit)
 
 
 def test_reasons_of_single_devices_name_the_next_best(large: Path, monkeypatch: pytest.MonkeyPatch):

@@ -290,9 +290,9 @@ def with_figures_of(model: CostModel, vdevice: tvm.relax.VDevice) -> CostModel:
     figures = figures_of([vdevice])
     if figures is None:
         return model
-    return _with_measurements(
-        model, replace(figures, devices=dict.fromkeys(range(len(model.devices)), figures.devices[0]))
-    )
+    of_all = dict.fromkeys(range(len(model.devices)), figures.devices[0])
+    measured = _with_measurements(model, replace(figures, devices=of_all))
+    return replace(measured, figures=f"{measured.figures}, links from tables")
 
 
 def _with_measurements(model: CostModel, figures: Figures) -> CostModel:

@@ -67,7 +67,10 @@ def choose_rules(problem: LayerProblem, may_share: bool = True) -> ChosenRules:
     shared = [(seconds, groups) for seconds, groups in timed if not obstacles[groups]]
     try:
         alone = problem.best()
-    except PlacementError:
+    except PlacementError as error:
+        if timed and not shared:
+            groups = timed[0][1]
+            raise PlacementError(f"{error}; {_text_of(groups)} fit, but {obstacles[groups]}") from error
         if not shared:
             raise
         alone = None

@@ -650,7 +650,7 @@ class AllReduce:
     @property
     def max_short_bytes(self) -> int:
         """Maximum bytes of a short operand; GPUs do not share rows that they cannot share equally."""
-        is_equal = self.count // self.width % self.ranks == 0
+        is_equal = self.count // max(1, self.width) % self.ranks == 0
         return max_short_bytes(self.ranks) if is_equal else LAMPORT_BYTES
 
     @property
