@@ -40,14 +40,18 @@ the epoch that the sum will have. The sum's blocks send results only; each waits
 tiles have places of their own and only ever rise, as epochs do; those of blocks are twice the epoch for operands, and
 one more for results.
 
-Where two H200s share the layers of a llama of 8 B (prefills of 2,048 rows), it did not help to move what GPUs send into
-products, whose stores to another GPU hold up the loads of their multiprocessors:
+It does not help to move more of what long sums send into products: their stores to another GPU hold up the loads of
+their multiprocessors. Two H200s that share layers of a Llama 3 8B, in prefills of 2,048 rows (differences of kernels'
+ends, by torch.profiler), took:
 
-- The product after the sum sent this GPU's rows of the result with two warps of each block, while it computed their
-  tiles, and waited for the others. The sum took 21 us, not 33 to 38, but products of 2048 x 7168 x 4096 and of
-  2048 x 3072 x 4096 took 228 and 98 us, not 211 and 73.
-- Consumers stored tiles of other GPUs' rows there, from their accumulators, instead of `send_tile`. A product of
-  2048 x 4096 x 2048 took 69 to 75 us, not 57; 50 us if no tiles were sent at all.
+- 20 us for a sum, not 33 to 38, where the next product sent its GPU's rows of the result by two warps of each block,
+  while it computed their tiles, and then waited for the other rows; but 229 us, not 207 to 211, for that product of
+  2048 x 7168 x 4096, and 98 to 100 us, not 72 to 73, for one of 2048 x 3072 x 4096. Threads with 4 and with 10 vectors
+  in flight took the same.
+- As long as before where the sum's kernel sent the rows, and only the wait moved to the next product.
+- 69 to 75 us, not 56 to 58, for a product of 2048 x 4096 x 2048 that stored tiles at the other GPU, from its
+  accumulators; 62 us where it stored them as float16 on its own GPU, and two warps copied them. Without sending, it
+  would take 50 us.
 
 Nothing waits in a circle: kernels of products wait for no GPU, and a kernel of a sum sends its address and its
 operand before it waits for those of others, and sends its results before it waits for results. So when sum n - 1 has
