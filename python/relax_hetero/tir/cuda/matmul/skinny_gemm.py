@@ -14,7 +14,7 @@ The result may be an operand of a short sum over GPUs: each vector is also sent 
 
 The blocks of a cluster split k. Each writes its accumulators of a row to the shared memory of the block that stores the
 row, which adds them in a fixed order. A barrier there counts the stored bytes: a cluster barrier would also wait until
-all earlier writes of the threads are visible in memory, and with remote loads no block may exit before others have read.
+all earlier writes of the threads are visible, and with remote loads no block may exit before others have read.
 
 A k-step is short, so its instructions count: stages advance without a division, and the condition that separates
 producers and consumers comes from a shuffle, so that the compiler knows that it is the same in a warp, and computes
