@@ -98,8 +98,8 @@ _ROW_RANGES = (
 # - Prefetching the weights after the first stages into L2 while blocks wait. A layer of half of a model's heads and
 #   columns takes 78.3 us without, and 80.0, 81.2 and 83.5 with 8, 16 and 32 k-steps: the norm before the product takes
 #   0.7 us longer, as it reads its weight at that time. By the launch before the product, 8 k-steps: 79.0 us.
-# - All weights of a product by 4,096 x 2,048 in shared memory, by 16 stages: it takes 7.2 us in place of 8.0, but decode
-#   attention 13.8 in place of 12.1 with what that leaves, one block of two pages per multiprocessor.
+# - All weights of a product by 4,096 x 2,048 in shared memory, by 16 stages: it takes 7.2 us in place of 8.0, but the
+#   decode attention before it 13.8 in place of 12.1, with one block of two pages per multiprocessor.
 #
 # Two products as one launch, in a decode step of an H200: 32 rows by 7,168 x 4,096 take 28.1 us by 112 blocks of 160 KB
 # (two launches: 31.6), and the product after it 15.0 (16.4); one row 27.4 (29.8). By 14,336 x 4,096, 54.8 (57.2) and
