@@ -15,8 +15,6 @@ ring in shared memory (`ring_body`), those of 17 to 32 rows through a pipeline o
 
 from __future__ import annotations
 
-from math import prod
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -24,7 +22,7 @@ from ....encoding.problem import QuantizedMatmulProblem
 from ....errors import EncodingError
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Function, int64
-from ..all_reduce import is_short_sum
+from ..all_reduce import AllReduce
 from ..core import ptx
 from ..core.launch import LATE_WAIT, SharedMemory, enable_pdl, launch
 from ..core.operand import GpuOperand
@@ -107,7 +105,8 @@ def sends_words(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> bool:
     sizes = [extent for extent in extents if isinstance(extent, int)]
     if not (gpu.overlaps_launches and is_plain and len(sizes) == len(extents)) or problem.experts:
         return False
-    return sizes[-1] % 4 == 0 and is_short_sum(4 * prod(sizes))
+    ranks = 2 if problem.sent is None else problem.sent.ranks
+    return sizes[-1] % 4 == 0 and AllReduce(tuple(sizes), ranks).is_short
 
 
 def _emit(
