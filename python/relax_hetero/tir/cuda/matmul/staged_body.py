@@ -167,8 +167,9 @@ class StagedBody(BlockBody):
         self.items = T.bind(T.Cast("int32", int64(num_tiles * work.own)))
         for stage in range(work.stages):
             self._if_item(stage, self._copy_weights)
-        self._release()
-        self._wait()
+        if self.gpu.overlaps_launches:
+            ptx.launch_dependents()
+            ptx.griddepcontrol_wait()
         for i in range(plan.groups * self.left.steps * 2):
             T.buffer_store(self.left.words, T.uint32(0), [i])
         # The first commit group contains the weights of all stages.
