@@ -287,9 +287,9 @@ class _Kernel:
             self._load_early()
         ptx.griddepcontrol_wait()
         # If the sum of few rows began at once, so would the launch after it, whose first loads delay these: on two
-        # H200s, one row by 7,168 x 4,096 takes 14.4 us instead of 16.4, by 2,048 x 4,096 4.4 instead of 5.6, the sum 3.7
-        # instead of 3.2; 32 rows as long. On one GPU, a norm follows, and takes 3.7 us then instead of 1.7: one row by
-        # 14,336 x 4,096 takes 27.3 instead of 30.0, a layer 119.6 instead of 116.8.
+        # H200s, one row by 7,168 x 4,096 takes 14.4 us instead of 16.4, by 2,048 x 4,096 4.4 instead of 5.6, the sum
+        # 3.7 instead of 3.2; 32 rows as long. On one GPU, a norm follows, and takes 3.7 us then instead of 1.7: one row
+        # by 14,336 x 4,096 takes 27.3 instead of 30.0, a layer 119.6 instead of 116.8.
         releases_late = self.sent is not None and self.rows <= _ROW_RANGES[0].max_rows
         if not releases_late:
             ptx.launch_dependents()
