@@ -25,6 +25,10 @@ class FreeExchanges:
 
 
 def free_exchanges_in(patch: pytest.MonkeyPatch) -> None:
-    """Let meshes split even small products, until a patch is undone; all sums of GPUs take the same time."""
+    """Let meshes split even small products, until a patch is undone; short and long sums of GPUs take the same time."""
     patch.setitem(providers._providers, "device_costs", (__name__, "FreeExchanges"))
-    patch.setattr("relax_hetero.transform.shard.sharding_costs.all_reduce_seconds", lambda *_: 2.5e-6)
+    patch.setattr("relax_hetero.transform.shard.sharding_costs.all_reduce_seconds", _all_reduce_seconds)
+
+
+def _all_reduce_seconds(ranks: int, link_seconds: float, _is_short: bool) -> float:
+    return 2.5e-6 + (ranks - 1) * link_seconds
