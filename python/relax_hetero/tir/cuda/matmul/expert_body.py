@@ -32,6 +32,8 @@ from .block_rows import LeftRows, RowSource
 
 _LEFT_OUT = tirx.const(-math.inf, "float32")
 
+PREFETCH = False
+SKIP = True
 MIN_GROUPED_PAIRS = 256
 """Minimum pairs that are grouped by expert, which takes a block some microseconds."""
 
@@ -208,7 +210,24 @@ class SumBody(ExpertBody):
         self._expert = T.bind(T.max(expert, 0))
         # No share is negative: this one marks a pair that is left out, in the register that it has anyway.
         self._share = T.bind(T.Select(expert < 0, _LEFT_OUT, self._shares.data[pair]))
+        if PREFETCH:
+            self._prefetch()
         BlockBody._emit_block(self)
+
+    def _prefetch(self) -> None:
+        work = self.work
+        own = work.chunks // work.plan.k_warps
+        with when(tirx.all(tirx.EQ(self.lane, 0), tirx.NE(self._share, _LEFT_OUT))):
+            tile = T.Cast("int64", self._expert) * work.column_tiles + self.first_block
+            begin = (tile * work.chunks + self.k_warp * own) * (work.chunk_bytes // 4)
+            ptx.prefetch_bulk(T.address_of(self.packed[0].data[begin]), own * work.chunk_bytes)
+
+    def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
+        if not SKIP:
+            super()._load(slot, tile_of_block, index)
+            return
+        with when(tirx.NE(self._share, _LEFT_OUT)):
+            super()._load(slot, tile_of_block, index)
 
     def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
         rows = _ExpertRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
