@@ -229,6 +229,13 @@ class SumBody(ExpertBody):
         with when(tirx.NE(self._share, _LEFT_OUT)):
             super()._load(slot, tile_of_block, index)
 
+    def _products(self, slot: int, index: Expr) -> None:
+        if not SKIP:
+            super()._products(slot, index)
+            return
+        with when(tirx.NE(self._share, _LEFT_OUT)):
+            super()._products(slot, index)
+
     def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
         rows = _ExpertRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
         rows.expert = self.own
