@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tvm import tirx
@@ -21,17 +22,20 @@ from ....target.gpu_target import ALL_LANES, WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, either, int64, when
 from ...core.view import Coordinates, extent_of
 from ..core import ptx
-from ..core.launch import local, wait_late
+from ..core.launch import SharedMemory, local, wait_late
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
 from ..tile.register_tile import add_lanes_before, reduce_lanes
 from .block_body import BlockBody
-from .block_fragments import WeightFragments
+from ..tile.ring import Ring
+from .block_fragments import StagedFragments, WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, SumPlan, expert_plan
 from .block_rows import LeftRows, RowSource
 
 _LEFT_OUT = tirx.const(-math.inf, "float32")
 
+STAGED = False
+MAX_SUM_STAGES = 3
 PREFETCH = False
 SKIP = True
 MIN_GROUPED_PAIRS = 256
@@ -52,6 +56,10 @@ def expert_body(
     pairs = extent_of([writer.result], "m")
     # A row of float32 takes three of the instruction's eight.
     is_grouped = PARTS[problem.lhs_type] == 1 and isinstance(pairs, int) and pairs >= MIN_GROUPED_PAIRS
+    is_few = isinstance(pairs, int) and pairs * problem.columns <= FRAGMENT_COLUMNS * gpu.multiprocessors
+    if STAGED and is_few and gpu.bulk_copies and problem.shares is not None and isinstance(problem.shares.shape[1], int):
+        plan = staged_sum_plan(problem, problem.shares.shape[1])
+        return StagedSumBody(problem, gpu, plan, lhs, packed, writer, routes=routes, biases=biases)
     kind = SumBody if problem.shares is not None else GroupedBody if is_grouped and not problem.second else ExpertBody
     return kind(problem, gpu, plan or expert_plan(problem, gpu), lhs, packed, writer, routes=routes, biases=biases)
 
@@ -246,6 +254,126 @@ class SumBody(ExpertBody):
             weighted = self.totals[number] * self._share
             T.buffer_store(self.totals, T.Select(tirx.EQ(self._share, _LEFT_OUT), T.float32(0), weighted), [number])
         super()._stage_sums(index_in_batch)
+
+
+@dataclass(frozen=True)
+class StagedSumPlan(SumPlan):
+    """Plan of a block whose warps have stages of weights in shared memory; `fragments` and `ahead` are 1."""
+
+    stage_chunks: int = 1  # chunks of a stage of a warp
+    stages: int = 2
+
+
+def staged_sum_plan(problem: QuantizedMatmulProblem, used: int) -> StagedSumPlan:
+    work = BlockWork(problem, BlockPlan(1, 1, 1, 1), 1)
+    counts = [
+        count
+        for count in range(1, work.chunks + 1)
+        if work.chunks % count == 0 and all(count * work.chunk % part.unit == 0 for part in work.part_list)
+    ]
+    size = min(count for count in counts if count * work.chunk_bytes >= min(5 << 10, max(counts) * work.chunk_bytes))
+    return StagedSumPlan(1, 1, used, 1, used, size, min(MAX_SUM_STAGES, work.chunks // size))
+
+
+class StagedSumWork(SumWork):
+    """`SumWork` with the bytes of a stage."""
+
+    plan: StagedSumPlan
+
+    def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
+        """See `BlockWork.share`."""
+        plan, chunks = self.plan, self.plan.stage_chunks
+        super().share(replace(gpu, multiprocessors=1 << 20), row_tiles, blocks_per_sm, has_points)  # a tile of columns
+        self.blocks_per_sm = 1
+        self.stage_units = [chunks * self.chunk // part.unit for part in self.part_list]
+        self.part_offsets, self.stage_bytes = [], chunks * self.chunk_bytes
+        for part, units in zip(self.part_list, self.stage_units, strict=True):
+            self.part_offsets.append(self.stage_bytes)
+            self.stage_bytes += units * part.unit_bytes
+        self.stages_at = -(-self.shared_bytes // 16) * 16
+        self.shared_bytes = self.stages_at + plan.warps * plan.stages * self.stage_bytes
+
+
+class StagedSumBody(SumBody):
+    """`SumBody` whose warps copy the weights of their expert to stages of their own in shared memory."""
+
+    work: StagedSumWork
+    weights: StagedFragments
+
+    def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
+        assert isinstance(plan, StagedSumPlan)
+        self._pairs = m
+        return StagedSumWork(problem, plan)
+
+    def reserve(self, shared: SharedMemory) -> None:
+        """See `BlockBody.reserve`."""
+        super().reserve(shared)
+        plan = self.work.plan
+        self.ring = Ring(shared, plan.warps * plan.stages, producers=1)
+
+    def _open(self) -> None:
+        super()._open()
+        self.weights = StagedFragments(self.work, self.packed, self.lane, self.high)
+
+    @property
+    def _is_own(self) -> Expr:
+        return tirx.NE(self._share, _LEFT_OUT)
+
+    def _work(self) -> None:
+        plan = self.work.plan
+        self._pieces = self.work.chunks // plan.stage_chunks
+        with when(tirx.all(tirx.EQ(self.lane, 0), self._is_own)):
+            for stage in range(plan.stages):
+                ptx.barrier_init(self.ring.full(self.warp * plan.stages + stage), 1)
+            ptx.barrier_init_fence()
+            for piece in range(plan.stages):
+                self._copy(piece)
+        self._wait()
+        self.left.hold()
+        ptx.block_barrier()
+        self._process(1)
+
+    def _copy(self, piece: int) -> None:
+        work, plan = self.work, self.work.plan
+        stage = T.bind(self.warp * plan.stages + piece % plan.stages)
+        full, begin = self.ring.full(stage), T.bind(work.stages_at + stage * work.stage_bytes)
+        tile = self._first_tile + self.first_block
+        ptx.barrier_expect(full, work.stage_bytes)
+        source = (tile * work.chunks + piece * plan.stage_chunks) * (work.chunk_bytes // 4)
+        address = T.address_of(self.weights.weight[source])
+        ptx.bulk_load(self.shared.at(begin), address, plan.stage_chunks * work.chunk_bytes, full)
+        parts = zip(work.part_list, work.stage_units, work.part_offsets, self.weights.part_data, strict=True)
+        for part, units, offset, data in parts:
+            address = T.address_of(data[(tile * part.units + piece * units) * (8 * part.width)])
+            ptx.bulk_load(self.shared.at(begin + offset), address, units * part.unit_bytes, full)
+
+    def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
+        work, plan = self.work, self.work.plan
+        tile = T.bind(self.first_block + 0)
+        for number in range(4):
+            T.buffer_store(self.totals, self._initial(number, tile), [number])
+        with when(self._is_own):
+            for piece in range(self._pieces):
+                stage = T.bind(self.warp * plan.stages + piece % plan.stages)
+                ptx.barrier_wait(self.ring.full(stage), piece // plan.stages % 2)
+                begin = T.bind(work.stages_at + stage * work.stage_bytes)
+                for chunk in range(plan.stage_chunks):
+                    self._load_staged(begin, chunk)
+                    self._multiply_fragment(0, 0, int64((piece * plan.stage_chunks + chunk) * work.chunk))
+                if piece + plan.stages < self._pieces:
+                    ptx.warp_barrier()
+                    with when(tirx.EQ(self.lane, 0)):
+                        self._copy(piece + plan.stages)
+        self._stage_sums(index_in_batch)
+
+    def _load_staged(self, stage: Expr, chunk: int) -> None:
+        work = self.work
+        parts = []
+        for part, offset in zip(work.part_list, work.part_offsets, strict=True):
+            units = work.units_of_chunk(part)
+            numbers = ((chunk * work.chunk + i * (work.chunk // units)) // part.unit for i in range(units))
+            parts.append([stage + (offset + number * part.unit_bytes) for number in numbers])
+        self.weights.load_staged(self.shared, 0, stage + chunk * work.chunk_bytes, parts)
 
 
 class GroupedWork(BlockWork):
