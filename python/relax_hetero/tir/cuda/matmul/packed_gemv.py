@@ -121,12 +121,18 @@ class _Kernel:
             for index in range(self.stages):
                 self._copy(index)
         ptx.warp_barrier()
-        self.totals = local(4, "float32")
-        for i in range(4):
+        self.totals = local(8, "float32")  # of even and of odd steps, which do not wait for each other
+        for i in range(8):
             T.buffer_store(self.totals, T.float32(0), [i])
         ptx.griddepcontrol_wait()
         if RELEASES_LATE:
             ptx.launch_dependents()
+        vector = min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
+        per_row = COLUMNS // vector
+        self.vector, self.items = vector, self.m * per_row
+        self.own_row, self.own = T.bind(tirx.floordiv(self.thread, per_row)), T.bind(tirx.floormod(self.thread, per_row) * vector)
+        self.at = {"m": T.Cast("int64", self.own_row), "n": T.bind(self.column + T.Cast("int64", self.own))}
+        self.operands = self.writer.registers(1, vector) if self.n % COLUMNS == 0 else None
         self._multiply_all()
         self._store()
 
@@ -157,7 +163,10 @@ class _Kernel:
         batches = [range(i, min(i + _BATCH, self.own_tiles)) for i in range(0, self.own_tiles, _BATCH)]
         rows = [local(_BATCH * words, "uint32") for _ in batches[:2]]
         self._load_rows(rows[0], batches[0], words)
-        self.fragment = local(4, "uint32")
+        if self.operands is not None:
+            with when(self.thread < self.items):
+                self.writer.load(self.operands, tirx.const(0, "int32"), self.at, self.vector)
+        self.fragments = local(16, "uint32")
         row = tirx.floormod(self.lane, 8)
         half, chunk = T.bind(tirx.floormod(tirx.floordiv(self.lane, 8), 2)), tirx.floordiv(self.lane, 16)
         self.line, self.swizzle, self.first_chunk = T.bind((row + half * 8) * SWIZZLED_BYTES), T.bind(row), T.bind(chunk)
@@ -189,10 +198,13 @@ class _Kernel:
         tile = T.bind(self.weights_at + stage * _TILE_BYTES + self.line)
         for step in range(_STEP // 16):
             chunk = T.bitwise_xor(self.first_chunk + step * 2, self.swizzle)
-            ptx.load_matrices([self.fragment[i] for i in range(4)], self.shared.at(tile + chunk * CHUNK_BYTES))
+            fragment = [self.fragments[step * 4 + i] for i in range(4)]
+            ptx.load_matrices(fragment, self.shared.at(tile + chunk * CHUNK_BYTES))
+        for step in range(_STEP // 16):
+            fragment = [self.fragments[step * 4 + i] for i in range(4)]
             right = [rows[begin + 2 * step + i] for i in range(2)]
-            types = (self.rhs.nominal, self.rhs.nominal)
-            ptx.multiply_fragments([self.totals[i] for i in range(4)], [self.fragment[i] for i in range(4)], right, types)
+            totals = [self.totals[step % 2 * 4 + i] for i in range(4)]
+            ptx.multiply_fragments(totals, fragment, right, (self.rhs.nominal, self.rhs.nominal))
         if index + self.stages < self.own_tiles:
             ptx.warp_barrier()
             with when(self.lane == 0):
@@ -206,19 +218,17 @@ class _Kernel:
             with when(row < self.m):
                 begin = T.bind(self.sums_at + ((self.warp * self.m + row) * COLUMNS + column) * 4)
                 for half in range(2):
-                    total = tirx.reinterpret("uint32", self.totals[half * 2 + c])
+                    total = tirx.reinterpret("uint32", self.totals[half * 2 + c] + self.totals[4 + half * 2 + c])
                     ptx.store_shared(self.shared.at(begin + half * 32), [total])
         ptx.block_barrier()
-        vector = min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
-        per_row = COLUMNS // vector
-        with when(self.thread < self.m * per_row):
-            row, first = T.bind(tirx.floordiv(self.thread, per_row)), T.bind(tirx.floormod(self.thread, per_row) * vector)
+        with when(self.thread < self.items):
+            vector = self.vector
             totals, part = local(vector, "float32"), local(vector, "float32")
             for warp in range(WARPS):
-                offset = self.sums_at + ((warp * self.m + row) * COLUMNS + first) * 4
+                offset = self.sums_at + ((warp * self.m + self.own_row) * COLUMNS + self.own) * 4
                 ptx.load_shared([part[i] for i in range(vector)], self.shared.at(offset), "f32")
                 for i in range(vector):
                     T.buffer_store(totals, part[i] if warp == 0 else totals[i] + part[i], [i])
-            at = {"m": T.Cast("int64", row), "n": T.bind(self.column + T.Cast("int64", first))}
-            end = None if self.n % COLUMNS == 0 else int64(self.n)
-            self.writer.write([partial(lambda i: totals[i], i) for i in range(vector)], at, "n", [], end)
+            end = None if self.operands is not None else int64(self.n)
+            loaded = None if self.operands is None else (self.operands, tirx.const(0, "int32"))
+            self.writer.write([partial(lambda i: totals[i], i) for i in range(vector)], self.at, "n", [], end, loaded)
