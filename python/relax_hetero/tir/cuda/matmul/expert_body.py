@@ -129,6 +129,10 @@ class ExpertBody(BlockBody):
         if not self.waits_at_end:
             wait_late()
 
+    def _load_operands(self) -> None:
+        if not self.waits_at_end:
+            super()._load_operands()
+
     def _finish(self, first_index: Expr, count: Expr) -> None:
         if self.waits_at_end:
             wait_late()

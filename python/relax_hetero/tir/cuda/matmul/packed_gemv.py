@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 from tvm import tirx
