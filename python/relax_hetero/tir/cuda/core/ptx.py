@@ -347,6 +347,20 @@ def store_remote(address: Expr, values: Sequence[Expr]) -> None:
     _emit(f"st.shared::cluster.{_vector(len(values))}u32", address, *values)
 
 
+def store_async(address: Expr, values: Sequence[Expr], barrier: Expr) -> None:
+    """Store one, two or four values of 32 bits to another block's shared memory, without waiting for them.
+
+    Their bytes complete at an mbarrier of that block, as those of copies do: a thread that waits there sees them, and
+    no barrier of the cluster is needed.
+
+    Parameters
+    ----------
+    address, barrier : PrimExpr
+        Each a `remote_address`.
+    """
+    _emit(f"st_async.weak.shared::cluster.mbarrier::complete_tx::bytes.{_vector(len(values))}b32", address, *values, barrier)
+
+
 # Hopper's tensor cores: a warpgroup multiplies tiles in shared memory.
 
 CONTRACTION_BYTES = 32
