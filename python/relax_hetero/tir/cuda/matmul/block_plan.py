@@ -42,6 +42,11 @@ warps takes 13.3 us, and two, which spill, 15.1."""
 MAX_LEFT_BYTES = 72 << 10
 """Maximum bytes of left rows kept in shared memory."""
 
+MIN_STAGE_BYTES = 6 << 10
+"""Minimum bytes of weights in a stage of a warp."""
+MAX_STAGED_FRACTION = 0.65
+"""Maximum fraction of a multiprocessor's shared memory for the stages of a block, beside blocks of other launches."""
+
 _PAD_WORDS = 16  # between left rows in shared memory, to avoid bank conflicts
 MAX_SUMS_BYTES = 64 << 10
 """Maximum bytes of warps' accumulators in shared memory that are reduced together, so that barriers are rare. Eight
@@ -98,6 +103,14 @@ class SumPlan(BlockPlan):
         return self.warps // self.used
 
 
+@dataclass(frozen=True)
+class StagedSumPlan(SumPlan):
+    """Plan of a block whose warps have one expert each, with weights in stages; `fragments` and `ahead` are 1."""
+
+    stage_chunks: int = 1  # chunks of a stage
+    stages: int = 1  # stages of a warp
+
+
 def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPlan]:
     """Plan of a problem; two plans, for few and for more rows, if their number is symbolic."""
     extents = problem.result.shape[:-1]
@@ -128,11 +141,32 @@ def expert_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> BlockPlan:
     if problem.shares is not None:
         used = problem.shares.shape[1]
         assert isinstance(used, int), "a token has a known number of experts"
+        staged = _staged_sum_plan(problem, gpu, used)
+        if staged is not None:
+            return staged
         plan = _plan_of(problem, 1, FEW_ROWS_WARPS // used, 1)
         return SumPlan(1, 1, plan.warps * used, plan.ahead, used)
     if problem.second:
         return _plan_of(problem, 1, fragments=2)
     return _plan_of(problem, 1, fragments=next((count for count in (4, 2) if fits(count)), 1))
+
+
+def _staged_sum_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget, used: int) -> StagedSumPlan | None:
+    """Plan with weights in stages, if each multiprocessor has at most one block; None if stages do not apply."""
+    tokens, chunk, parts = problem.result.shape[0], chunk_of(problem.bits), parts_of(problem)
+    is_few = isinstance(tokens, int) and tokens * -(-problem.columns // FRAGMENT_COLUMNS) <= gpu.multiprocessors
+    if not (is_few and gpu.bulk_copies and gpu.overlaps_launches and PARTS[problem.lhs_type] == 1):
+        return None
+    if used > FEW_ROWS_WARPS or problem.rounded or problem.depth % chunk:
+        return None
+    chunks, chunk_bytes = problem.depth // chunk, WARP * lane_words(problem.bits) * 4
+    choices = [n for n in range(1, chunks + 1) if chunks % n == 0 and not any(n * chunk % part.unit for part in parts)]
+    if not choices:
+        return None
+    stage_chunks = next((n for n in choices if n * chunk_bytes >= MIN_STAGE_BYTES), choices[-1])
+    stage_bytes = stage_chunks * (chunk_bytes + sum(chunk * part.unit_bytes // part.unit for part in parts))
+    stages = min(chunks // stage_chunks, int(MAX_STAGED_FRACTION * gpu.shared_bytes_sm) // (used * stage_bytes))
+    return StagedSumPlan(1, 1, used, 1, used, stage_chunks, stages) if stages else None
 
 
 def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WARPS, fragments: int = 0) -> BlockPlan:

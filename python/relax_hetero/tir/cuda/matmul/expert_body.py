@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tvm import tirx
@@ -29,15 +29,13 @@ from ..tile.register_tile import add_lanes_before, reduce_lanes
 from .block_body import BlockBody
 from ..tile.ring import Ring
 from .block_fragments import StagedFragments, WeightFragments
-from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, SumPlan, expert_plan
+from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, StagedSumPlan, SumPlan, expert_plan
 from .block_rows import LeftRows, RowSource
 
 _LEFT_OUT = tirx.const(-math.inf, "float32")
+_LOADS_IN_FLIGHT = 4
+"""Loads of its row that a lane issues at a time."""
 
-STAGED = False
-MAX_SUM_STAGES = 3
-PREFETCH = False
-SKIP = True
 MIN_GROUPED_PAIRS = 256
 """Minimum pairs that are grouped by expert, which takes a block some microseconds."""
 
@@ -56,12 +54,11 @@ def expert_body(
     pairs = extent_of([writer.result], "m")
     # A row of float32 takes three of the instruction's eight.
     is_grouped = PARTS[problem.lhs_type] == 1 and isinstance(pairs, int) and pairs >= MIN_GROUPED_PAIRS
-    is_few = isinstance(pairs, int) and pairs * problem.columns <= FRAGMENT_COLUMNS * gpu.multiprocessors
-    if STAGED and is_few and gpu.bulk_copies and problem.shares is not None and isinstance(problem.shares.shape[1], int):
-        plan = staged_sum_plan(problem, problem.shares.shape[1])
-        return StagedSumBody(problem, gpu, plan, lhs, packed, writer, routes=routes, biases=biases)
-    kind = SumBody if problem.shares is not None else GroupedBody if is_grouped and not problem.second else ExpertBody
-    return kind(problem, gpu, plan or expert_plan(problem, gpu), lhs, packed, writer, routes=routes, biases=biases)
+    plan = plan or expert_plan(problem, gpu)
+    kind = GroupedBody if is_grouped and not problem.second else ExpertBody
+    if isinstance(plan, SumPlan):
+        kind = StagedSumBody if isinstance(plan, StagedSumPlan) else SumBody
+    return kind(problem, gpu, plan, lhs, packed, writer, routes=routes, biases=biases)
 
 
 class _Rows:
@@ -198,8 +195,8 @@ class _ExpertRows(LeftRows):
 class SumBody(ExpertBody):
     """Writer of the code of a block with the pairs of a token, whose products it adds up, times their shares.
 
-    Warps of an expert split k, and multiply their accumulators by its share before the reduction over all warps. Pairs
-    of a negative index, whose rows may have any numbers, multiply the first expert, and add 0.
+    Warps of an expert split k, and multiply their accumulators by its share before the reduction over all warps. Those
+    of pairs of a negative index, whose rows may have any numbers, load nothing, and add 0.
     """
 
     work: SumWork
@@ -222,30 +219,19 @@ class SumBody(ExpertBody):
         self._expert = T.bind(T.max(expert, 0))
         # No share is negative: this one marks a pair that is left out, in the register that it has anyway.
         self._share = T.bind(T.Select(expert < 0, _LEFT_OUT, self._shares.data[pair]))
-        if PREFETCH:
-            self._prefetch()
         BlockBody._emit_block(self)
 
-    def _prefetch(self) -> None:
-        work = self.work
-        own = work.chunks // work.plan.k_warps
-        with when(tirx.all(tirx.EQ(self.lane, 0), tirx.NE(self._share, _LEFT_OUT))):
-            tile = T.Cast("int64", self._expert) * work.column_tiles + self.first_block
-            begin = (tile * work.chunks + self.k_warp * own) * (work.chunk_bytes // 4)
-            ptx.prefetch_bulk(T.address_of(self.packed[0].data[begin]), own * work.chunk_bytes)
+    @property
+    def _is_own(self) -> Expr:
+        """Predicate of a warp's pair that is not left out."""
+        return tirx.NE(self._share, _LEFT_OUT)
 
     def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
-        if not SKIP:
-            super()._load(slot, tile_of_block, index)
-            return
-        with when(tirx.NE(self._share, _LEFT_OUT)):
+        with when(self._is_own):
             super()._load(slot, tile_of_block, index)
 
     def _products(self, slot: int, index: Expr) -> None:
-        if not SKIP:
-            super()._products(slot, index)
-            return
-        with when(tirx.NE(self._share, _LEFT_OUT)):
+        with when(self._is_own):
             super()._products(slot, index)
 
     def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
@@ -255,77 +241,79 @@ class SumBody(ExpertBody):
 
     def _stage_sums(self, index_in_batch: Expr) -> None:
         for number in range(4):
-            weighted = self.totals[number] * self._share
-            T.buffer_store(self.totals, T.Select(tirx.EQ(self._share, _LEFT_OUT), T.float32(0), weighted), [number])
+            weighted = T.Select(self._is_own, self.totals[number] * self._share, T.float32(0))
+            T.buffer_store(self.totals, weighted, [number])
         super()._stage_sums(index_in_batch)
 
 
-@dataclass(frozen=True)
-class StagedSumPlan(SumPlan):
-    """Plan of a block whose warps have stages of weights in shared memory; `fragments` and `ahead` are 1."""
-
-    stage_chunks: int = 1  # chunks of a stage of a warp
-    stages: int = 2
-
-
-def staged_sum_plan(problem: QuantizedMatmulProblem, used: int) -> StagedSumPlan:
-    work = BlockWork(problem, BlockPlan(1, 1, 1, 1), 1)
-    counts = [
-        count
-        for count in range(1, work.chunks + 1)
-        if work.chunks % count == 0 and all(count * work.chunk % part.unit == 0 for part in work.part_list)
-    ]
-    size = min(count for count in counts if count * work.chunk_bytes >= min(5 << 10, max(counts) * work.chunk_bytes))
-    return StagedSumPlan(1, 1, used, 1, used, size, min(MAX_SUM_STAGES, work.chunks // size))
-
-
 class StagedSumWork(SumWork):
-    """`SumWork` with the bytes of a stage."""
+    """`SumWork` with the bytes of a warp's stage: weights, and scales, zero points or factors."""
 
     plan: StagedSumPlan
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
-        """See `BlockWork.share`."""
-        plan, chunks = self.plan, self.plan.stage_chunks
-        super().share(replace(gpu, multiprocessors=1 << 20), row_tiles, blocks_per_sm, has_points)  # a tile of columns
-        self.blocks_per_sm = 1
-        self.stage_units = [chunks * self.chunk // part.unit for part in self.part_list]
-        self.part_offsets, self.stage_bytes = [], chunks * self.chunk_bytes
-        for part, units in zip(self.part_list, self.stage_units, strict=True):
-            self.part_offsets.append(self.stage_bytes)
-            self.stage_bytes += units * part.unit_bytes
-        self.stages_at = -(-self.shared_bytes // 16) * 16
+        """See `BlockWork.share`; a block has one column tile."""
+        super().share(replace(gpu, multiprocessors=self.column_tiles * gpu.multiprocessors), row_tiles, 1, has_points)
+        plan = self.plan
+        self.stage_units = [plan.stage_chunks * self.chunk // part.unit for part in self.part_list]
+        sizes = [units * part.unit_bytes for units, part in zip(self.stage_units, self.part_list, strict=True)]
+        self.part_offsets = [plan.stage_chunks * self.chunk_bytes + sum(sizes[:i]) for i in range(len(sizes))]
+        self.stage_bytes = plan.stage_chunks * self.chunk_bytes + sum(sizes)
+        self.stages_at = ceil_div(self.shared_bytes, 16) * 16
         self.shared_bytes = self.stages_at + plan.warps * plan.stages * self.stage_bytes
 
 
+class _StagedRows(_ExpertRows):
+    """Rows of a token's experts, each of which its warp loads for itself."""
+
+    def hold(self) -> None:
+        """Load the warp's row into shared memory."""
+        for i in range(self.steps * 2):
+            T.buffer_store(self.words, T.uint32(0), [i])
+        depth, lane, registers = self.work.problem.depth, self.thread % WARP, local(4 * _LOADS_IN_FLIGHT, "uint32")
+        count = ceil_div(depth, 8 * WARP)
+        for first in range(0, count, _LOADS_IN_FLIGHT):
+            loads = [T.bind((number * WARP + lane) * 8) for number in range(first, min(first + _LOADS_IN_FLIGHT, count))]
+            for i, k in enumerate(loads):
+                self._load_halves(registers, int64(self.expert), T.Cast("int64", k), k < depth, 4 * i, 8)
+            for i, k in enumerate(loads):
+                offset = self.work.held_at + (self._first_held * self.work.pitch + T.truncdiv(k, 2)) * 4
+                with when(k < depth):
+                    ptx.store_shared(self.shared.at(offset), [registers[4 * i + j] for j in range(4)])
+        ptx.warp_barrier()
+
+
 class StagedSumBody(SumBody):
-    """`SumBody` whose warps copy the weights of their expert to stages of their own in shared memory."""
+    """`SumBody` whose warps, one of each expert, copy weights to stages of their own in shared memory.
+
+    Weights in flight take no registers, so that blocks are resident beside those of the launch before, the products of
+    gate and up, and load while these end.
+    """
 
     work: StagedSumWork
     weights: StagedFragments
 
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
-        assert isinstance(plan, StagedSumPlan)
+        assert isinstance(plan, StagedSumPlan), "warps have stages"
         self._pairs = m
         return StagedSumWork(problem, plan)
 
     def reserve(self, shared: SharedMemory) -> None:
         """See `BlockBody.reserve`."""
         super().reserve(shared)
-        plan = self.work.plan
-        self.ring = Ring(shared, plan.warps * plan.stages, producers=1)
+        self.ring = Ring(shared, self.work.plan.warps * self.work.plan.stages, producers=1)
 
     def _open(self) -> None:
         super()._open()
         self.weights = StagedFragments(self.work, self.packed, self.lane, self.high)
 
-    @property
-    def _is_own(self) -> Expr:
-        return tirx.NE(self._share, _LEFT_OUT)
+    def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
+        rows = _StagedRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
+        rows.expert = self.own
+        return rows
 
     def _work(self) -> None:
         plan = self.work.plan
-        self._pieces = self.work.chunks // plan.stage_chunks
         with when(tirx.all(tirx.EQ(self.lane, 0), self._is_own)):
             for stage in range(plan.stages):
                 ptx.barrier_init(self.ring.full(self.warp * plan.stages + stage), 1)
@@ -333,51 +321,61 @@ class StagedSumBody(SumBody):
             for piece in range(plan.stages):
                 self._copy(piece)
         self._wait()
-        self.left.hold()
-        ptx.block_barrier()
-        self._process(1)
+        self._load_operands()
+        self._tile(0, 1, 0)
+        self._finish(int64(0), 1)
+
+    def _stage(self, piece: int) -> Expr:
+        """Stage of a piece of the warp's column tile."""
+        return T.bind(self.warp * self.work.plan.stages + piece % self.work.plan.stages)
 
     def _copy(self, piece: int) -> None:
-        work, plan = self.work, self.work.plan
-        stage = T.bind(self.warp * plan.stages + piece % plan.stages)
-        full, begin = self.ring.full(stage), T.bind(work.stages_at + stage * work.stage_bytes)
-        tile = self._first_tile + self.first_block
+        """Issue the copies of a piece, by one thread."""
+        work, chunks, stage = self.work, self.work.plan.stage_chunks, self._stage(piece)
+        tile, full = T.bind(self._first_tile + self.first_block), self.ring.full(stage)
+        begin = T.bind(work.stages_at + stage * work.stage_bytes)
         ptx.barrier_expect(full, work.stage_bytes)
-        source = (tile * work.chunks + piece * plan.stage_chunks) * (work.chunk_bytes // 4)
-        address = T.address_of(self.weights.weight[source])
-        ptx.bulk_load(self.shared.at(begin), address, plan.stage_chunks * work.chunk_bytes, full)
+        source = T.address_of(self.weights.weight[(tile * work.chunks + piece * chunks) * (work.chunk_bytes // 4)])
+        ptx.bulk_load(self.shared.at(begin), source, chunks * work.chunk_bytes, full)
         parts = zip(work.part_list, work.stage_units, work.part_offsets, self.weights.part_data, strict=True)
         for part, units, offset, data in parts:
-            address = T.address_of(data[(tile * part.units + piece * units) * (8 * part.width)])
-            ptx.bulk_load(self.shared.at(begin + offset), address, units * part.unit_bytes, full)
+            source = T.address_of(data[(tile * part.units + piece * units) * (8 * part.width)])
+            ptx.bulk_load(self.shared.at(begin + offset), source, units * part.unit_bytes, full)
 
     def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
         work, plan = self.work, self.work.plan
-        tile = T.bind(self.first_block + 0)
+        totals, odd_totals = self.totals, local(4, "float32")  # of even and odd chunks, which do not wait for each other
         for number in range(4):
-            T.buffer_store(self.totals, self._initial(number, tile), [number])
+            T.buffer_store(totals, self._initial(number, self.first_block), [number])
+            T.buffer_store(odd_totals, T.float32(0), [number])
+        pieces = work.chunks // plan.stage_chunks
         with when(self._is_own):
-            for piece in range(self._pieces):
-                stage = T.bind(self.warp * plan.stages + piece % plan.stages)
+            self.left.hold()
+            for piece in range(pieces):
+                stage = self._stage(piece)
                 ptx.barrier_wait(self.ring.full(stage), piece // plan.stages % 2)
                 begin = T.bind(work.stages_at + stage * work.stage_bytes)
-                for chunk in range(plan.stage_chunks):
-                    self._load_staged(begin, chunk)
-                    self._multiply_fragment(0, 0, int64((piece * plan.stage_chunks + chunk) * work.chunk))
-                if piece + plan.stages < self._pieces:
+                first = piece * plan.stage_chunks
+                if work.is_plain:
+                    for chunk in range(plan.stage_chunks):
+                        self.totals = odd_totals if chunk % 2 else totals
+                        self._multiply_staged(begin, chunk, first)
+                else:  # dequantized one after another, as values of several take more registers
+                    with T.serial(tirx.const(plan.stage_chunks, "int32")) as chunk:
+                        self._multiply_staged(begin, chunk, first)
+                if piece + plan.stages < pieces:
                     ptx.warp_barrier()
                     with when(tirx.EQ(self.lane, 0)):
                         self._copy(piece + plan.stages)
+        self.totals = totals
+        for number in range(4):
+            T.buffer_store(totals, totals[number] + odd_totals[number], [number])
         self._stage_sums(index_in_batch)
 
-    def _load_staged(self, stage: Expr, chunk: int) -> None:
-        work = self.work
-        parts = []
-        for part, offset in zip(work.part_list, work.part_offsets, strict=True):
-            units = work.units_of_chunk(part)
-            numbers = ((chunk * work.chunk + i * (work.chunk // units)) // part.unit for i in range(units))
-            parts.append([stage + (offset + number * part.unit_bytes) for number in numbers])
-        self.weights.load_staged(self.shared, 0, stage + chunk * work.chunk_bytes, parts)
+    def _multiply_staged(self, stage: Expr, chunk: Expr, first: int) -> None:
+        """Multiply a chunk of a complete stage, whose first chunk of the column tile is `first`."""
+        self.weights.load_chunk(self.shared, stage, chunk, self.work.part_offsets)
+        self._multiply_fragment(0, 0, T.bind(T.Cast("int64", first + chunk) * self.work.chunk))
 
 
 class GroupedWork(BlockWork):

@@ -203,19 +203,9 @@ class RingBody(BlockBody):
                 chunk = T.bind(number * plan.warps + self.warp)
                 chunk_of_tile = T.bind(piece * work.stage_chunks + chunk)
                 with when(work.chunks % work.stage_chunks == 0 or chunk_of_tile < work.chunks):
-                    self._load_staged(begin, chunk)
+                    self.weights.load_chunk(self.shared, begin, chunk, work.part_offsets)
                     self._multiply_fragment(0, 0, T.bind(T.Cast("int64", chunk_of_tile) * work.chunk))
             ptx.warp_barrier()
             with when(tirx.EQ(self.lane, 0)):
                 self.ring.release(item)
         self._stage_sums(index_in_batch)
-
-    def _load_staged(self, stage: Expr, chunk: Expr) -> None:
-        """Load a chunk of a complete stage, given its number in the stage."""
-        work = self.work
-        parts = []
-        for part, offset in zip(work.part_list, work.part_offsets, strict=True):
-            units = work.units_of_chunk(part)
-            numbers = (tirx.floordiv(chunk * work.chunk + i * (work.chunk // units), part.unit) for i in range(units))
-            parts.append([stage + (offset + number * part.unit_bytes) for number in numbers])
-        self.weights.load_staged(self.shared, 0, stage + chunk * work.chunk_bytes, parts)
