@@ -304,16 +304,14 @@ def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str, is_clamped: boo
 # Clusters and distributed shared memory.
 
 
-def cluster_arrive(releases_writes: bool = True) -> None:
-    """Arrive at the cluster barrier.
+def cluster_arrive() -> None:
+    """Arrive at the cluster barrier; the thread's writes are visible after `cluster_wait`."""
+    _emit("barrier.cluster.arrive.release.aligned")
 
-    Parameters
-    ----------
-    releases_writes : bool
-        Whether the thread's writes are visible after `cluster_wait`: it then waits for them, and for all its other
-        accesses to memory, as by a fence of the GPU. Not needed to know that all blocks of the cluster have begun.
-    """
-    _emit(f"barrier.cluster.arrive.{'release' if releases_writes else 'relaxed'}.aligned")
+
+def cluster_begin() -> None:
+    """Arrive at the cluster barrier without writes that others read: the block has begun."""
+    _emit("barrier.cluster.arrive.relaxed.aligned")
 
 
 def cluster_wait() -> None:

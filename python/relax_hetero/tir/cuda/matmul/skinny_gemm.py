@@ -289,7 +289,7 @@ class _Kernel:
         if self.sent is not None and self.addresses is not None:
             send = partial(send_words, word_places(self.sent, self.addresses.data))
         if self.plan.split > 1:
-            ptx.cluster_arrive(releases_writes=False)
+            ptx.cluster_begin()
         ptx.block_barrier()
         with T.If(self.thread < PRODUCERS):
             with T.Then():
