@@ -356,7 +356,12 @@ def store_async(address: Expr, values: Sequence[Expr], barrier: Expr) -> None:
     address, barrier : PrimExpr
         Each a `remote_address`.
     """
-    _emit(f"st_async.weak.shared::cluster.mbarrier::complete_tx::bytes.{_vector(len(values))}b32", address, *values, barrier)
+    _emit(
+        f"st_async.weak.shared::cluster.mbarrier::complete_tx::bytes.{_vector(len(values))}b32",
+        address,
+        *values,
+        barrier,
+    )
 
 
 # Hopper's tensor cores: a warpgroup multiplies tiles in shared memory.

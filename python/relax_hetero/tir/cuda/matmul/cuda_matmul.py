@@ -20,8 +20,9 @@ def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     if isinstance(columns, int) and columns <= NARROW_COLUMNS and not problem.rhs.layout.inner_dims:
         return simt_matmul_kernel(problem, gpu)
     if _is_skinny(problem) and not skinny_gemm.unsupported_reason(problem, gpu):
-        gemv = packed_gemv.gemv_plan(problem, gpu)
-        return packed_gemv.packed_gemv_kernel(problem, gemv) if gemv else skinny_gemm.skinny_gemm_kernel(problem, gpu)
+        if not packed_gemv.unsupported_reason(problem, gpu):
+            return packed_gemv.packed_gemv_kernel(problem)
+        return skinny_gemm.skinny_gemm_kernel(problem, gpu)
     if not wgmma_matmul.unsupported_reason(problem, gpu):
         return wgmma_matmul.wgmma_matmul_kernel(problem, gpu)
     if gpu.tensor == "mma" and not mma_matmul.unsupported_reason(problem, gpu):

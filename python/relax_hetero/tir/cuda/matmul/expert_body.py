@@ -26,8 +26,8 @@ from ..core.launch import SharedMemory, local, wait_late
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
 from ..tile.register_tile import add_lanes_before, reduce_lanes
-from .block_body import BlockBody
 from ..tile.ring import Ring
+from .block_body import BlockBody
 from .block_fragments import StagedFragments, WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, StagedSumPlan, SumPlan, expert_plan
 from .block_rows import LeftRows, RowSource
@@ -273,7 +273,9 @@ class _StagedRows(_ExpertRows):
         depth, lane, registers = self.work.problem.depth, self.thread % WARP, local(4 * _LOADS_IN_FLIGHT, "uint32")
         count = ceil_div(depth, 8 * WARP)
         for first in range(0, count, _LOADS_IN_FLIGHT):
-            loads = [T.bind((number * WARP + lane) * 8) for number in range(first, min(first + _LOADS_IN_FLIGHT, count))]
+            loads = [
+                T.bind((number * WARP + lane) * 8) for number in range(first, min(first + _LOADS_IN_FLIGHT, count))
+            ]
             for i, k in enumerate(loads):
                 self._load_halves(registers, int64(self.expert), T.Cast("int64", k), k < depth, 4 * i, 8)
             for i, k in enumerate(loads):
@@ -344,7 +346,10 @@ class StagedSumBody(SumBody):
 
     def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
         work, plan = self.work, self.work.plan
-        totals, odd_totals = self.totals, local(4, "float32")  # of even and odd chunks, which do not wait for each other
+        totals, odd_totals = (
+            self.totals,
+            local(4, "float32"),
+        )  # of even and odd chunks, which do not wait for each other
         for number in range(4):
             T.buffer_store(totals, self._initial(number, self.first_block), [number])
             T.buffer_store(odd_totals, T.float32(0), [number])
