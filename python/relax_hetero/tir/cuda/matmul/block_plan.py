@@ -153,8 +153,9 @@ def expert_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> BlockPlan:
 
 def _staged_sum_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget, used: int) -> StagedSumPlan | None:
     """Plan with weights in stages, if each multiprocessor has at most one block; None if stages do not apply."""
-    tokens, chunk, parts = problem.result.shape[0], chunk_of(problem.bits), parts_of(problem)
-    is_few = isinstance(tokens, int) and tokens * -(-problem.columns // FRAGMENT_COLUMNS) <= gpu.multiprocessors
+    chunk, parts, extents = chunk_of(problem.bits), parts_of(problem), problem.result.shape[:-1]
+    blocks = -(-problem.columns // FRAGMENT_COLUMNS) * prod(extent for extent in extents if isinstance(extent, int))
+    is_few = all(isinstance(extent, int) for extent in extents) and blocks <= gpu.multiprocessors
     if not (is_few and gpu.bulk_copies and gpu.overlaps_launches and PARTS[problem.lhs_type] == 1):
         return None
     if used > FEW_ROWS_WARPS or problem.rounded or problem.depth % chunk:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from tvm import tirx
@@ -253,7 +252,7 @@ class StagedSumWork(SumWork):
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
         """See `BlockWork.share`; a block has one column tile."""
-        super().share(replace(gpu, multiprocessors=self.column_tiles * gpu.multiprocessors), row_tiles, 1, has_points)
+        super().share(gpu, row_tiles, 1, has_points)
         plan = self.plan
         self.stage_units = [plan.stage_chunks * self.chunk // part.unit for part in self.part_list]
         sizes = [units * part.unit_bytes for units, part in zip(self.stage_units, self.part_list, strict=True)]
@@ -273,9 +272,8 @@ class _StagedRows(_ExpertRows):
         depth, lane, registers = self.work.problem.depth, self.thread % WARP, local(4 * _LOADS_IN_FLIGHT, "uint32")
         count = ceil_div(depth, 8 * WARP)
         for first in range(0, count, _LOADS_IN_FLIGHT):
-            loads = [
-                T.bind((number * WARP + lane) * 8) for number in range(first, min(first + _LOADS_IN_FLIGHT, count))
-            ]
+            numbers = range(count)[first : first + _LOADS_IN_FLIGHT]
+            loads = [T.bind((number * WARP + lane) * 8) for number in numbers]
             for i, k in enumerate(loads):
                 self._load_halves(registers, int64(self.expert), T.Cast("int64", k), k < depth, 4 * i, 8)
             for i, k in enumerate(loads):
