@@ -48,6 +48,7 @@ MAX_STAGED_FRACTION = 0.65
 """Maximum fraction of a multiprocessor's shared memory for the stages of a block, beside blocks of other launches."""
 
 _PAD_WORDS = 16  # between left rows in shared memory, to avoid bank conflicts
+_OTHER_BYTES = 2 << 10  # shared memory of a block for barriers
 MAX_SUMS_BYTES = 64 << 10
 """Maximum bytes of warps' accumulators in shared memory that are reduced together, so that barriers are rare. Eight
 layers of 4,096 take 484 us with one row if several tiles are reduced together, 509 if each is."""
@@ -166,8 +167,10 @@ def _staged_sum_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget, used: int)
         return None
     stage_chunks = next((n for n in choices if n * chunk_bytes >= MIN_STAGE_BYTES), choices[-1])
     stage_bytes = stage_chunks * (chunk_bytes + sum(chunk * part.unit_bytes // part.unit for part in parts))
-    stages = min(chunks // stage_chunks, int(MAX_STAGED_FRACTION * gpu.shared_bytes_sm) // (used * stage_bytes))
-    return StagedSumPlan(1, 1, used, 1, used, stage_chunks, stages) if stages else None
+    row_bytes = used * 2 * (problem.depth + 2 * _PAD_WORDS) + used * 4 * FRAGMENT_COLUMNS * GROUP_COLUMNS
+    capacity = min(int(MAX_STAGED_FRACTION * gpu.shared_bytes_sm), gpu.shared_bytes - _OTHER_BYTES - row_bytes)
+    stages = min(chunks // stage_chunks, capacity // (used * stage_bytes))
+    return StagedSumPlan(1, 1, used, 1, used, stage_chunks, stages) if stages > 0 else None
 
 
 def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WARPS, fragments: int = 0) -> BlockPlan:

@@ -344,10 +344,8 @@ class StagedSumBody(SumBody):
 
     def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
         work, plan = self.work, self.work.plan
-        totals, odd_totals = (
-            self.totals,
-            local(4, "float32"),
-        )  # of even and odd chunks, which do not wait for each other
+        # Those of even and of odd chunks do not wait for each other.
+        totals, odd_totals = self.totals, local(4, "float32")
         for number in range(4):
             T.buffer_store(totals, self._initial(number, self.first_block), [number])
             T.buffer_store(odd_totals, T.float32(0), [number])

@@ -234,6 +234,30 @@ def test_weighted_sums_by_stages_that_are_used_again(name, tokens, used, n, k, d
     assert isinstance(plan, StagedSumPlan)
 
 
+@pytest.mark.parametrize(("name", "used", "k"), [("f16", 8, 768), ("q4_k", 8, 5120), ("bf16", 16, 3072)])
+def test_stages_fit_shared_memory(name, used, k):
+    rows = operand((1, used, 1, k), "bfloat16" if name != "f16" else name.replace("f", "float"), (*NAMES, "k"))
+    form, index = FILE_FORMATS[name], operand((1, used), "int32", NAMES[:2])
+    shapes, types = Fragments().shapes(2048, form, k, 4), ("int32", "int8", "float16")
+    weights = tuple(operand(shape, dtype, Fragments.index_map) for shape, dtype in zip(shapes, types, strict=False))
+    problem = QuantizedMatmulProblem(
+        rows,
+        weights,
+        operand((1, 2048), "float32", ("m", "n")),
+        form.block,
+        bits=form.bits,
+        form=form,
+        experts=4,
+        index=index,
+        shares=dataclasses.replace(index, dtype="float32"),
+    )
+    plan = expert_plan(problem, GPU)
+    assert isinstance(plan, StagedSumPlan)
+    work = expert_body.StagedSumWork(problem, plan)
+    work.share(GPU, 1, 1, 0)
+    assert work.shared_bytes + 16 * plan.warps * plan.stages <= GPU.shared_bytes
+
+
 @pytest.mark.parametrize(("second", "limit"), [(True, 168), (False, 80)])
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
 def test_registers_of_kernels_of_few_pairs(name, second, limit):
