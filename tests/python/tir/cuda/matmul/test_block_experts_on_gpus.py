@@ -221,7 +221,7 @@ def test_weighted_sums_of_the_rows_of_a_token(name, tokens, used, n, k, dtype, g
     ("name", "tokens", "used", "n", "k", "dtype"),
     [
         ("f16", 2, 8, 48, 96, "float16"), ("q4_k", 1, 3, 32, 768, "bfloat16"), ("q8_0", 3, 5, 16, 160, "float16"),
-        ("bf16", 1, 16, 16, 48, "bfloat16"), ("iq2_xs", 1, 2, 16, 512, "float16"), ("q6_k", 2, 4, 16, 768, "bfloat16"),
+        ("bf16", 1, 16, 16, 48, "bfloat16"), ("iq2_xs", 1, 2, 16, 512, "float16"), ("q6_k", 1, 2, 16, 512, "bfloat16"),
     ],
 )  # fmt: skip
 def test_weighted_sums_by_stages_that_are_used_again(name, tokens, used, n, k, dtype, monkeypatch):
