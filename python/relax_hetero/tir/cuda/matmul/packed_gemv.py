@@ -37,6 +37,8 @@ WARPS = 8
 TILE_K = SWIZZLED_BYTES // 2
 """The k of a tile of the weight."""
 TILE_BYTES = COLUMNS * SWIZZLED_BYTES
+MIN_BUSY = 0.25
+"""Minimum blocks per multiprocessor: with fewer, blocks that split k load more at a time."""
 _STEPS = TILE_K // 16
 """Instructions of a tile."""
 _TILES_IN_FLIGHT = 4
@@ -60,8 +62,10 @@ def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
     m, n, k = (int(size) for size in sizes)
     if not 0 < m <= MAX_ROWS or n < 1 or k < 1 or k % TILE_K:
         return f"found {m} rows and a k of {k}, expected up to {MAX_ROWS} rows and a multiple of {TILE_K}"
-    blocks_per_sm = ceil_div(ceil_div(n, COLUMNS), gpu.multiprocessors)
-    size = shared_bytes(m, k)
+    blocks, size = ceil_div(n, COLUMNS), shared_bytes(m, k)
+    if blocks < MIN_BUSY * gpu.multiprocessors:
+        return f"{blocks} blocks leave most of {gpu.multiprocessors} multiprocessors idle"
+    blocks_per_sm = ceil_div(blocks, gpu.multiprocessors)
     if size > gpu.shared_bytes or blocks_per_sm * (size + _RESERVED_BYTES) > gpu.shared_bytes_sm:
         return f"{blocks_per_sm} blocks of {size} bytes do not fit a multiprocessor"
     return ""

@@ -53,7 +53,7 @@ def test_products(problem, tolerance):
     check(problem, tolerance)
 
 
-@pytest.mark.parametrize(("n", "k", "blocks"), [(5120, 2048, 3), (2048, 4096, 1), (512, 7168, 1)])
+@pytest.mark.parametrize(("n", "k", "blocks"), [(5120, 2048, 3), (2048, 4096, 1), (576, 7168, 1)])
 def test_all_blocks_are_resident_with_their_weights(n, k, blocks):
     problem = problem_of(1, n, k)
     assert unsupported_reason(problem, GPU) == ""
@@ -75,19 +75,20 @@ def test_only_the_weight_is_loaded_before_the_wait():
 
 
 def test_other_products_are_left_to_other_kernels():
-    one = problem_of(1, 64, 128)
+    one = problem_of(1, 1024, 128)
     assert unsupported_reason(one, GPU) == ""
     others = [
-        problem_of(9, 64, 128), problem_of("s0", 64, 128), problem_of(1, 64, 96), problem_of(1, 64, 128, batch=(2,)),
-        problem_of(1, 64, 128, "int8", "int32", "int32"), problem_of(1, 64, 128, "float32", tf32=True),
-        problem_of(1, 50257, 4096), replace(one, second=one.rhs), replace(one, sent=SentSum(0, 2, 0, 1 << 20)),
+        problem_of(9, 1024, 128), problem_of("s0", 1024, 128), problem_of(1, 1024, 96), problem_of(1, 64, 128),
+        problem_of(1, 1024, 128, "int8", "int32", "int32"), problem_of(1, 1024, 128, "float32", tf32=True),
+        problem_of(1, 50257, 4096), problem_of(1, 1024, 128, batch=(2,)), replace(one, second=one.rhs),
+        replace(one, sent=SentSum(0, 2, 0, 1 << 20)),
     ]  # fmt: skip
     assert all(unsupported_reason(problem, GPU) for problem in others)
 
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 5120, 2048), (8, 2048, 4096), (3, 2568, 2112), (1, 512, 7168)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 5120, 2048), (8, 2048, 4096), (3, 2568, 2112), (1, 576, 7168)])
 def test_on_a_gpu(m, n, k):
     for dtype, tolerance in (("float16", 1e-3), ("bfloat16", 1e-2)):
         problem = problem_of(m, n, k, dtype, epilogue=BIAS_RELU)
