@@ -254,6 +254,15 @@ class BlockWork:
         self.part_list = parts_of(problem)
         self.sums = plan.warps * plan.fragments * self.sum_rows * FRAGMENT_COLUMNS
 
+    def lay_out_stage(self, chunks: int) -> None:
+        """Compute where the weights and parts of some chunks of a column tile are in a stage of shared memory."""
+        # Units of each part in a stage, offsets of the parts, and bytes.
+        self.stage_units = [chunks * self.chunk // part.unit for part in self.part_list]
+        self.part_offsets, self.stage_bytes = list[int](), chunks * self.chunk_bytes
+        for part, units in zip(self.part_list, self.stage_units, strict=True):
+            self.part_offsets.append(self.stage_bytes)
+            self.stage_bytes += units * part.unit_bytes
+
     def units_of_chunk(self, part: Part) -> int:
         """Units of a part that a chunk reads: one for each scale, if it has more than one unit."""
         return self.scaled if part.unit % self.chunk else 1

@@ -253,13 +253,9 @@ class StagedSumWork(SumWork):
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
         """See `BlockWork.share`; a block has one column tile."""
         super().share(gpu, row_tiles, 1, has_points)
-        plan = self.plan
-        self.stage_units = [plan.stage_chunks * self.chunk // part.unit for part in self.part_list]
-        sizes = [units * part.unit_bytes for units, part in zip(self.stage_units, self.part_list, strict=True)]
-        self.part_offsets = [plan.stage_chunks * self.chunk_bytes + sum(sizes[:i]) for i in range(len(sizes))]
-        self.stage_bytes = plan.stage_chunks * self.chunk_bytes + sum(sizes)
+        self.lay_out_stage(self.plan.stage_chunks)
         self.stages_at = ceil_div(self.shared_bytes, 16) * 16
-        self.shared_bytes = self.stages_at + plan.warps * plan.stages * self.stage_bytes
+        self.shared_bytes = self.stages_at + self.plan.warps * self.plan.stages * self.stage_bytes
 
 
 class _StagedRows(_ExpertRows):

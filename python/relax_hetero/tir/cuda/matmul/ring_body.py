@@ -79,8 +79,6 @@ class RingWork(BlockWork):
     ----------
     stage_chunks : int
         Chunks of a column in a stage.
-    stage_units : list of int
-        Units of each part of a column in a stage.
     pieces : int
         Stages of a column tile; the last one may have fewer chunks.
     """
@@ -89,12 +87,8 @@ class RingWork(BlockWork):
         super().__init__(problem, plan, m)
         self.stages, self.run, self.held_rows = plan.stages, plan.run, m
         self.stage_chunks = plan.warps * plan.run
-        self.stage_units = [self.stage_chunks * self.chunk // part.unit for part in self.part_list]
         self.pieces = -(-self.chunks // self.stage_chunks)
-        self.part_offsets, self.stage_bytes = [], self.stage_chunks * self.chunk_bytes
-        for part, units in zip(self.part_list, self.stage_units, strict=True):
-            self.part_offsets.append(self.stage_bytes)
-            self.stage_bytes += units * part.unit_bytes
+        self.lay_out_stage(self.stage_chunks)
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
         """See `BlockWork.share`."""
