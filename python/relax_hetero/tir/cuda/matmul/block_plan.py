@@ -153,13 +153,18 @@ def expert_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> BlockPlan:
 
 
 def _staged_sum_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget, used: int) -> StagedSumPlan | None:
-    """Plan with weights in stages, if each multiprocessor has at most one block; None if stages do not apply."""
+    """Plan with weights in stages, if each multiprocessor has at most one block; None if stages do not apply.
+
+    In a decode step of a mixture on an H200 (Qwen3-30B-A3B, one text, 16 bits), "down" of eight experts takes 7.0 us
+    after gate and up, 10.7 with weights in registers; on each of two GPUs 4.2 and 8.0. In 4 bits (Q4_K) it takes 8.9 us
+    by stages, as many instructions unpack weights after the wait, and 4.7 with weights in registers.
+    """
     chunk, parts, extents = chunk_of(problem.bits), parts_of(problem), problem.result.shape[:-1]
     blocks = -(-problem.columns // FRAGMENT_COLUMNS) * prod(extent for extent in extents if isinstance(extent, int))
     is_few = all(isinstance(extent, int) for extent in extents) and blocks <= gpu.multiprocessors
     if not (is_few and gpu.bulk_copies and gpu.overlaps_launches and PARTS[problem.lhs_type] == 1):
         return None
-    if used > FEW_ROWS_WARPS or problem.rounded or problem.depth % chunk:
+    if problem.bits < 16 or used > FEW_ROWS_WARPS or problem.rounded or problem.depth % chunk:
         return None
     chunks, chunk_bytes = problem.depth // chunk, WARP * lane_words(problem.bits) * 4
     choices = [n for n in range(1, chunks + 1) if chunks % n == 0 and not any(n * chunk % part.unit for part in parts)]

@@ -194,8 +194,8 @@ class _ExpertRows(LeftRows):
 class SumBody(ExpertBody):
     """Writer of the code of a block with the pairs of a token, whose products it adds up, times their shares.
 
-    Warps of an expert split k, and multiply their accumulators by its share before the reduction over all warps. Those
-    of pairs of a negative index, whose rows may have any numbers, load nothing, and add 0.
+    Warps of an expert split k, and multiply their accumulators by its share before the reduction over all warps. Pairs
+    of a negative index, whose rows may have any numbers, multiply the first expert, and add 0.
     """
 
     work: SumWork
@@ -224,14 +224,6 @@ class SumBody(ExpertBody):
     def _is_own(self) -> Expr:
         """Predicate of a warp's pair that is not left out."""
         return tirx.NE(self._share, _LEFT_OUT)
-
-    def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
-        with when(self._is_own):
-            super()._load(slot, tile_of_block, index)
-
-    def _products(self, slot: int, index: Expr) -> None:
-        with when(self._is_own):
-            super()._products(slot, index)
 
     def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
         rows = _ExpertRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
@@ -283,7 +275,7 @@ class StagedSumBody(SumBody):
     """`SumBody` whose warps, one of each expert, copy weights to stages of their own in shared memory.
 
     Weights in flight take no registers, so that blocks are resident beside those of the launch before, the products of
-    gate and up, and load while these end.
+    gate and up, and load while these end. Warps of pairs of a negative index load nothing, and add 0.
     """
 
     work: StagedSumWork
