@@ -15,7 +15,7 @@ import numpy as np
 from .faults import KernelFault
 from .mbarriers import Mbarrier, _by_barrier, barrier_at
 from .memory import ADDRESS_BITS, memory_of, shared_place
-from .ptx import Instruction, bits_of, instruction, pointer
+from .ptx import Instruction, instruction, pointer
 
 
 class ThreadCopies:
@@ -249,52 +249,44 @@ def _issue_load(lanes: Any, lane: int, target: tuple[int, int], source: int, siz
     barrier.copies.append((deliver, 0, size))
 
 
-@instruction(r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(\.v[24])?\.[bu]32")
+@instruction(r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes(\.v[24])?\.u32")
 def _store_async(expressions: Any, one: Instruction) -> Any:
-    """Stores to another block's shared memory, which count at a barrier there as the bytes of copies do."""
     expressions.names.roles = True
-    count = len(one.operands) - 2
-    expressions.names.accessed(4 * count)
-    address, bar = pointer(expressions, one.operands[0]), pointer(expressions, one.operands[-1])
+    expressions.names.accessed(4)
+    target, bar = pointer(expressions, one.operands[0]), pointer(expressions, one.operands[-1])
     values = [expressions.compiled(value) for value in one.operands[1:-1]]
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        active = lanes.active(mask)
-        used = [np.zeros(lanes.count, np.uint64) for _ in range(2)]
-        for places, each in zip(used, (address, bar), strict=True):
-            places[active] = np.broadcast_to(np.asarray(each(lanes, mask)), (lanes.count,))[active]
-        (instance, offset), (of_barrier, at_barrier) = (shared_place(lanes, places) for places in used)
-        stored = np.stack([bits_of(lanes, value(lanes, mask), np.dtype("<u4")) for value in values], axis=1)
-        for lane in active:
-            place, start = int(instance[lane]), int(offset[lane])
-            if place != int(of_barrier[lane]):
-                raise KernelFault("st.async: the bytes and their barrier are in different blocks")
-            if start % (4 * count):
-                raise KernelFault(f"st.async: address {start} is not a multiple of {4 * count} bytes")
-            if lanes.blocks.running[place] == 0:
-                raise KernelFault(f"shared memory of block {lanes.blocks.first + place}, which may have ended")
-            barrier = barrier_at(lanes, place, int(at_barrier[lane]), int(lane))
-            if not barrier.visible:
-                raise KernelFault(f"{barrier.name} is used by a store without fence.mbarrier_init behind its making")
-            _issue_store(lanes, int(lane), (place, start), stored[lane], barrier)
+        instance, offset = shared_place(lanes, target(lanes, mask))
+        words = np.stack([np.broadcast_to(value(lanes, mask), (lanes.count,)) for value in values], axis=1)
+        for barrier, chosen in _by_barrier(lanes, mask, bar(lanes, mask)):
+            if (instance[chosen] != barrier.owner[0]).any():
+                raise KernelFault(f"{barrier.name} counts bytes that are stored in shared memory of another block")
+            _issue_stores(lanes, chosen, (instance[chosen], offset[chosen]), words[chosen].astype(np.uint32), barrier)
 
     return evaluate
 
 
-def _issue_store(lanes: Any, lane: int, target: tuple[int, int], words: np.ndarray, barrier: Mbarrier) -> None:
-    memory, size = lanes.blocks.shared, 4 * len(words)
-    cells = memory.cells_of(*target, size)
-    cluster, member = int(lanes.instance[lane]) // lanes.blocks.cluster, int(lanes.member[lane])
-    memory.accesses.write(lanes.clocks, np.full(len(cells), lanes.uid[lane]), cells)
-    released = lanes.clocks.release(cluster, np.array([member]))
-    data = np.ascontiguousarray(words).view(np.uint8)
+def _issue_stores(
+    lanes: Any, chosen: np.ndarray, target: tuple[np.ndarray, np.ndarray], words: np.ndarray, barrier: Mbarrier
+) -> None:
+    """Words that lanes of a block store, which arrive with the end of the barrier's phase."""
+    memory, clocks = lanes.blocks.shared, lanes.clocks
+    cluster = int(lanes.instance[chosen[0]]) // lanes.blocks.cluster
+    size = 4 * words.shape[1]
+    cells = np.concatenate([memory.cells_of(int(block), int(at), size) for block, at in zip(*target, strict=True)])
+    uids = np.repeat(lanes.uid[chosen], len(cells) // len(chosen))
+    memory.accesses.write(clocks, uids, cells, begins=True)
+    place = target[0][:, None], target[1][:, None] + np.arange(size)
+    memory.written[place] = 0
+    released = clocks.release(cluster, lanes.member[chosen])
 
     def deliver() -> None:
-        memory.bytes[target[0], target[1] : target[1] + size] = data
-        memory.written[target[0], target[1] : target[1] + size] = 1
+        memory.bytes[place] = np.ascontiguousarray(words).view(np.uint8).reshape(-1, size)
+        memory.written[place] = 1
         barrier.add(released)
 
-    barrier.copies.append((deliver, 0, size))
+    barrier.copies.append((deliver, 0, size * len(chosen)))
 
 
 class BulkStore:

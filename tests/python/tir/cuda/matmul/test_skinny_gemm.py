@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from tvm.target import Target
 
-from cuda_reports import reports_of, sources_of
+from cuda_reports import compile_source, reports_of, sources_of
 from gpu_interpreter import run
 from gpu_interpreter.calls import EXTERNS
+from machine_code import disassembled, nvdisasm
 from relax_hetero.artifact.peer_layout import data_offset
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression
@@ -138,6 +139,15 @@ def test_blocks_of_two_products(rows):
     gated = Epilogue(Expression.parse("cast(multiply(x1, x0), 'float16')"))
     (report,) = reports_of(skinny_gemm_kernel(replace(problem, second=problem.rhs, epilogue=gated), GPU), TARGET)
     assert report.serialized == "" and not report.touched and report.spill_stores == 0 and report.registers <= 96
+
+
+@pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
+def test_steps_take_few_instructions():
+    """Descriptors are computed in uniform registers, and blocks of a cluster do not wait for writes to memory."""
+    (source,) = sources_of(skinny_gemm_kernel(problem_of(32, 4096, 2048), GPU), TARGET)
+    text = disassembled(compile_source(source).code)
+    assert text.count("HGMMA") >= 8 and text.count("R2UR") <= 4
+    assert "STAS" in text and "MEMBAR.ALL.GPU" not in text
 
 
 def test_rows_that_are_not_aligned():
