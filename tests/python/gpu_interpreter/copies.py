@@ -257,9 +257,12 @@ def _store_async(expressions: Any, one: Instruction) -> Any:
     values = [expressions.compiled(value) for value in one.operands[1:-1]]
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        instance, offset = shared_place(lanes, target(lanes, mask))
+        active, places = lanes.active(mask), np.zeros((2, lanes.count), np.uint64)
+        for used, each in zip(places, (target, bar), strict=True):  # other lanes may have anything in a register
+            used[active] = np.broadcast_to(np.asarray(each(lanes, mask)), (lanes.count,))[active]
+        instance, offset = shared_place(lanes, places[0])
         words = np.stack([np.broadcast_to(value(lanes, mask), (lanes.count,)) for value in values], axis=1)
-        for barrier, chosen in _by_barrier(lanes, mask, bar(lanes, mask)):
+        for barrier, chosen in _by_barrier(lanes, mask, places[1]):
             if (instance[chosen] != barrier.owner[0]).any():
                 raise KernelFault(f"{barrier.name} counts bytes that are stored in shared memory of another block")
             _issue_stores(lanes, chosen, (instance[chosen], offset[chosen]), words[chosen].astype(np.uint32), barrier)
