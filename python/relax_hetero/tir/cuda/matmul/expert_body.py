@@ -220,6 +220,9 @@ class SumBody(ExpertBody):
         self._share = T.bind(T.Select(expert < 0, _LEFT_OUT, self._shares.data[pair]))
         BlockBody._emit_block(self)
 
+    def _load_operands(self) -> None:
+        """Load nothing yet: weights in flight take all registers."""
+
     @property
     def _is_own(self) -> Expr:
         """Predicate of a warp's pair that is not left out."""
@@ -309,7 +312,7 @@ class StagedSumBody(SumBody):
             for piece in range(plan.stages):
                 self._copy(piece)
         self._wait()
-        self._load_operands()
+        BlockBody._load_operands(self)
         self._tile(0, 1, 0)
         self._finish(int64(0), 1)
 

@@ -5,9 +5,9 @@ this one. So a block has 16 columns and all of k, and needs no cluster. All of t
 launch has ended: each warp copies its part to shared memory of its own. Rows and operands of the epilogue are loaded
 next, and the rows multiplied by ``mma.sync``: columns are its m dimension, rows its n dimension.
 
-In a decode step of a mixture on an H200 (Qwen3-30B-A3B, one text), a row by 2,048 x 5,120 takes 2.9 us after the norm
-before it, 8.3 by `skinny_gemm`, whose last blocks begin when the launch before the norm has ended; by 4,096 x 2,048 3.4
-us and 4.0. On each of two GPUs, by 2,048 x 2,560 2.3 us and 4.4, by 2,048 x 2,048 2.5 and 3.6.
+In a decode step of a mixture on an H200 (Qwen3-30B-A3B, one text), a row by 2,048 x 5,120 takes 3.0 us after the launch
+before it, 8.3 by `skinny_gemm` (6.9 in a dense model); by 4,096 x 2,048 3.4 and 4.1. On each of two GPUs, by 2,048 x
+2,560 2.7 and 4.3, by 2,048 x 2,048 2.5 and 3.6; of a llama of 8 billion weights, by 2,048 x 4,096 3.0 and 4.8.
 """
 
 from __future__ import annotations
