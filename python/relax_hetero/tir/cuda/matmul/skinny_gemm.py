@@ -39,6 +39,7 @@ from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
+from ...core.view import Coordinates
 from ..all_reduce import AllReduce, send_words, word_places
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
@@ -172,15 +173,6 @@ def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
     return reason
 
 
-def saves_by_sending(problem: MatmulProblem) -> bool:
-    """Return whether a product that sends takes less time than one whose sum's kernel sends.
-
-    On two H200s, a product of 32 rows by 7,168 x 4,096 takes 16.4 us if it sends, else 16.1, its sum 4.3 or 5.3; of one
-    row 18.1 or 16.2, its sum 2.8 or 3.9.
-    """
-    return sends_words(problem) and _rows(problem) > _ROW_RANGES[0].max_rows
-
-
 def sends_words(problem: MatmulProblem) -> bool:
     """Return whether the kernel can send a product's result to other GPUs: vectors of a short sum, in order."""
     lhs, result, extents = problem.lhs, problem.result, [problem.lhs.size("m"), problem.rhs.size("n")]
@@ -221,6 +213,15 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
                 view.open_for_gpu()
             _Kernel(parameters, plan or skinny_plan(problem, gpu)).emit()
     return enable_pdl(parameters.tied(function.result), [1] if problem.second is None else [1, 2])
+
+
+class _Item(NamedTuple):
+    """Vector of the result that a thread stores."""
+
+    index: Expr  # of its row among those of the block
+    column: Expr  # of the tile
+    at: Coordinates
+    exists: Expr  # whether the row exists
 
 
 class _Kernel:
@@ -295,18 +296,27 @@ class _Kernel:
         with when(self.thread == 0):
             self._load_early()
         ptx.griddepcontrol_wait()
-        ptx.launch_dependents()
+        # If the sum of few rows began at once, so would the launch after it, whose first loads delay these: on two
+        # H200s, one row by 7,168 x 4,096 takes 14.4 us instead of 16.4, by 2,048 x 4,096 4.4 instead of 5.6, the sum
+        # 3.7 instead of 3.2; 32 rows as long. On one GPU, a norm follows, and takes 3.7 us then instead of 1.7: one row
+        # by 14,336 x 4,096 takes 27.3 instead of 30.0, a layer 119.6 instead of 116.8.
+        releases_late = self.sent is not None and self.rows <= _ROW_RANGES[0].max_rows
+        if not releases_late:
+            ptx.launch_dependents()
         send = None
         if self.sent is not None and self.addresses is not None:
             send = partial(send_words, word_places(self.sent, self.addresses.data))
         if self.plan.split > 1:
             ptx.cluster_begin()
+        loaded = self._load_operands()
         ptx.block_barrier()
         own_warp = tirx.floordiv(self.thread, WARP)  # a shuffle tells the compiler that all lanes have the same
         warp = T.bind(T.tvm_warp_shuffle(T.uint32(ALL_LANES), own_warp, 0, WARP, WARP))
         with T.If(warp < PRODUCERS // WARP):
             with T.Then():
                 self._produce()
+                if releases_late:
+                    ptx.launch_dependents()
                 self._wait_for_cluster()
             with T.Else():
                 sums = self._consume()
@@ -316,7 +326,7 @@ class _Kernel:
             ptx.block_barrier()
         else:
             ptx.barrier_wait(self.exchange.full(0), tirx.const(0, "int32"))
-        self._store(send)
+        self._store(send, loaded)
 
     def _wait_for_cluster(self) -> None:
         """Wait until all blocks of the cluster have begun."""
@@ -451,31 +461,52 @@ class _Kernel:
                     else:
                         ptx.store_async(remote[c] + T.uint32(tile_offset), [bits], barriers[c])
 
-    def _store(self, send: Callable[[Sequence[Expr], Expr], None] | None) -> None:
+    def _store(self, send: Callable[[Sequence[Expr], Expr], None] | None, loaded: list[Any] | None) -> None:
         """Reduce over the cluster in order, and store this block's rows, by all threads, which may also send them."""
-        split = self.plan.split
-        vector = min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
-        per_row = PACKED_ROWS // vector
-        items = self.own_rows * per_row
-        with T.serial(tirx.const(-(-items // _THREADS), "int32")) as iteration:
-            item = T.bind(iteration * _THREADS + self.thread)
-            index = T.bind(tirx.floordiv(item, per_row))
-            row = T.bind(index * split + self.rank)
-            column = T.bind(tirx.floormod(item, per_row) * vector)
-            at = {
-                **self.at,
-                "m": T.bind(self.row + T.Cast("int64", row)),
-                "n": T.bind(self.column + T.Cast("int64", column)),
-            }
-            with T.If(tirx.all(row < self.rows, at["m"] < self.m)), T.Then():
-                totals = [self._total(number, index, column, vector) for number in range(len(self.rights))]
+        zero = tirx.const(0, "int32")
+        with T.serial(tirx.const(self._rounds, "int32")) as iteration:
+            item = self._item(iteration)
+            with T.If(item.exists), T.Then():
+                products = range(len(self.rights))
+                totals = [self._total(number, item.index, item.column, self._vector) for number in products]
                 end = None if self.n % PACKED_ROWS == 0 else int64(self.n)
 
                 def read(element: int) -> Expr | tuple[Expr, ...]:
                     values = tuple(total[element] for total in totals)
                     return values if len(values) > 1 else values[0]
 
-                self.writer.write([partial(read, i) for i in range(vector)], at, "n", [], end, send=send)
+                reads = [partial(read, i) for i in range(self._vector)]
+                self.writer.write(reads, item.at, "n", [], end, None if loaded is None else (loaded, zero), send)
+
+    @property
+    def _vector(self) -> int:
+        """Neighbouring numbers of a row that a thread stores at a time."""
+        return min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
+
+    @property
+    def _rounds(self) -> int:
+        """Vectors that a thread stores."""
+        return -(-self.own_rows * (PACKED_ROWS // self._vector) // _THREADS)
+
+    def _load_operands(self) -> list[Any] | None:
+        """Load the epilogue's operands before the block multiplies, if each thread stores one vector; else None."""
+        if self._rounds > 1 or len(self.writer.operands) == 1:
+            return None
+        zero = tirx.const(0, "int32")
+        loaded, item = self.writer.registers(1, self._vector), self._item(zero)
+        with T.If(tirx.all(item.exists, item.at["n"] < int64(self.n))), T.Then():
+            self.writer.load(loaded, zero, item.at, self._vector)
+        return loaded
+
+    def _item(self, iteration: Expr) -> _Item:
+        """The vector that the thread stores in an iteration."""
+        per_row = PACKED_ROWS // self._vector
+        item = T.bind(iteration * _THREADS + self.thread)
+        index = T.bind(tirx.floordiv(item, per_row))
+        row = T.bind(index * self.plan.split + self.rank)
+        column = T.bind(tirx.floormod(item, per_row) * self._vector)
+        m, n = T.bind(self.row + T.Cast("int64", row)), T.bind(self.column + T.Cast("int64", column))
+        return _Item(index, column, {**self.at, "m": m, "n": n}, tirx.all(row < self.rows, m < self.m))
 
     def _total(self, product: int, index: Expr, column: Expr, vector: int) -> Any:
         """Reduce `vector` neighbours of a row of a product: this block's part, then those of the following ranks."""
