@@ -223,7 +223,7 @@ def exchange(fault: str = "") -> tirx.PrimFunc:
                 other = place.rank if fault == "two blocks" else 1 - place.rank
                 ptx.remote_address(addresses[0], ptx.shared_address(shared.at(words + thread * 4)), 1 - place.rank)
                 ptx.remote_address(addresses[1], ptx.shared_address(shared.at(barrier)), other)
-                ptx.store_async(addresses[0], tirx.reinterpret("uint32", a[place.block, thread]), addresses[1])
+                ptx.store_async(addresses[0], [tirx.reinterpret("uint32", a[place.block, thread])], addresses[1])
                 if fault != "no wait":
                     ptx.barrier_wait(shared.at(barrier), tirx.const(0, "int32"))
                 ptx.load_shared([value[0]], shared.at(words + thread * 4), "f32")

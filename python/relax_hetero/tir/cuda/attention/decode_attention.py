@@ -24,6 +24,7 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, local
+from ..tile.ring import BARRIER_BYTES
 from ..tile.softmax import SplitSums, as_bits
 from .attention_plan import MMA_WARPS, PARTIAL_BYTES, WARP_ROWS, AttentionPlan, decode_plan
 from .attention_tensors import (
@@ -41,6 +42,8 @@ from .mma_attention import attend
 from .queries import PagedQueries
 from .row_store import PartialResults, RowStore
 
+_PART_BYTES = 24
+"""Bytes of a block's result for four columns that are sent, of `PARTIAL_BYTES`."""
 TEAM_THREADS = MMA_WARPS * WARP
 """Threads that read pages together."""
 
@@ -169,7 +172,10 @@ class _Decode:
         own.reserve_all(self.teams)
         self.items = self.num_heads * self.quads
         self.items_per_block = ceil_div(self.items, self.split)
-        self.parts_at = shared.reserve(self.items_per_block * self.split * PARTIAL_BYTES) if self.split > 1 else 0
+        self.parts_at = self._received_at = 0
+        if self.split > 1:
+            self.parts_at = shared.reserve(self.items_per_block * self.split * PARTIAL_BYTES)
+            self._received_at = shared.reserve(BARRIER_BYTES, BARRIER_BYTES)
         # The warps' results reuse the memory of pages.
         self.warps = PartialResults(own, self.source.offset, MMA_WARPS * self.num_heads, tensors.problem.size)
         assert self.warps.size <= tensors.plan.stages * tensors.page_bytes
@@ -182,6 +188,8 @@ class _Decode:
         with tensors.launch(self.threads, self.shared, self._set_up, waits=waits) as place:
             if not waits:
                 ptx.launch_dependents()
+            if self.split > 1:
+                self._expect_parts(place.thread)
             if self.teams > 1:
                 source.share = self.split * self.teams, T.bind(tensors.rank * self.teams + self.own.team)
             source.locate(self.thread)
@@ -211,10 +219,19 @@ class _Decode:
             self.source.barrier = self.queries.barrier = partial(ptx.named_barrier, self.own.team + 1, TEAM_THREADS)
         self.source.initialize(self.thread)
 
+    def _expect_parts(self, thread: Expr) -> None:
+        """Initialize the barrier of the results that the blocks of the cluster send to this one."""
+        with when(thread == 0):
+            received = self.shared.at(self._received_at)
+            ptx.barrier_init(received, 1)
+            ptx.barrier_init_fence()
+            own_items = T.truncdiv(self.items - 1 - self.tensors.rank, self.split) + 1
+            ptx.barrier_expect(received, own_items * (self.split * _PART_BYTES))
+
     def _combine(self, thread: Expr, factor: float) -> None:
         """Combine the results of warps, then those of blocks, four columns per thread and iteration."""
         split, rank = self.split, self.tensors.rank
-        self._remote = local(1, "uint32")
+        self._remote = local(2, "uint32")
         warps = SplitSums(self.teams * MMA_WARPS, factor)
         with T.serial(ceil_div(self.items, self.threads)) as iteration:
             item = T.bind(iteration * self.threads + thread)
@@ -227,7 +244,7 @@ class _Decode:
                 (self._store if split == 1 else self._send)(warps, item)
         if split == 1:
             return
-        ptx.cluster_barrier()
+        ptx.barrier_wait(self.shared.at(self._received_at), 0)
         blocks = SplitSums(split, factor)
         with T.serial(ceil_div(self.items_per_block, self.threads)) as iteration:
             number = T.bind(iteration * self.threads + thread)
@@ -243,10 +260,12 @@ class _Decode:
     def _send(self, parts: SplitSums, item: Expr) -> None:
         """Send four columns of this block to the block that stores them."""
         target = self.parts_at + (tirx.floordiv(item, self.split) * self.split + self.tensors.rank) * PARTIAL_BYTES
-        address = T.bind(ptx.shared_address(self.shared.at(target)))
-        ptx.remote_address(self._remote[0], address, tirx.floormod(item, self.split))
-        ptx.store_remote(self._remote[0], [as_bits(parts.total[i]) for i in range(4)])
-        ptx.store_remote(self._remote[0] + T.uint32(16), [as_bits(parts.state[i]) for i in range(2)])
+        for number, offset in enumerate((target, self._received_at)):
+            address = T.bind(ptx.shared_address(self.shared.at(offset)))
+            ptx.remote_address(self._remote[number], address, tirx.floormod(item, self.split))
+        words = [as_bits(parts.total[i]) for i in range(4)], [as_bits(parts.state[i]) for i in range(2)]
+        for offset, each in zip((0, 16), words, strict=True):
+            ptx.store_async(self._remote[0] + T.uint32(offset), each, self._remote[1])
 
     def _store(self, parts: SplitSums, item: Expr) -> None:
         """Normalize and store four columns; padding rows become zeros."""

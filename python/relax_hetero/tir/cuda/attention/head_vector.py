@@ -39,6 +39,7 @@ class HeadVector:
         self.tensors, self.problem, self.lane = tensors, tensors.problem, lane
         self._num_pairs = ceil_div(self.problem.size // 2, WARP)
         self._values, self._total = local(2 * self._num_pairs, "float32"), local(1, "float32")
+        self._scales = local(2 * self._num_pairs, "float32")  # weights of the norm
         self._num_rotated = min(self._num_pairs, ceil_div(max(self.problem.rotary_size // 2, 1), WARP))
         self._rotation = local(2 * self._num_rotated, "float32")  # cosines and sines
         self._packed = local(1, "uint32")
@@ -64,18 +65,26 @@ class HeadVector:
                 value = T.Cast("float32", qkv[begin + (element if inside is None else T.min(element, size - 1))])
                 masked = value if inside is None else T.if_then_else(inside, value, T.float32(0))
                 T.buffer_store(self._values, masked, [index * 2 + i])
+        norm = self._norm(kind)
+        if norm is not None:
+            with unrolled(self._num_pairs) as index:
+                for i, element in enumerate(self._pair_elements(index * WARP + self.lane, rotary)):
+                    T.buffer_store(self._scales, norm[T.min(element, size - 1)], [index * 2 + i])
         if rotary:
             self._load_rotation(row)
+
+    def _norm(self, kind: str) -> Any:
+        """Weights of the norm of a kind of heads; None without a norm."""
+        return {"query": self.tensors.q_norm, "key": self.tensors.k_norm}.get(kind)
 
     def _rotary(self, kind: str) -> str:
         return "" if kind == "value" else self.problem.rotary
 
     def finish(self, kind: str, store: Store, in_float32: bool = False) -> None:
         """Normalize, rotate and store the loaded head, of the `kind` of `load`, as bits of pages or `in_float32`."""
-        norm = {"query": self.tensors.q_norm, "key": self.tensors.k_norm}.get(kind)
         rotary = self._rotary(kind)
-        if norm is not None:
-            self._normalize(norm, rotary)
+        if self._norm(kind) is not None:
+            self._normalize()
         if rotary:
             self._rotate()
         with unrolled(self._num_pairs) as index:
@@ -111,7 +120,7 @@ class HeadVector:
         is_rotated = pair < half
         return T.Select(is_rotated, pair, pair * 2), T.Select(is_rotated, pair + half, pair * 2 + 1)
 
-    def _normalize(self, norm: Any, rotary: str) -> None:
+    def _normalize(self) -> None:
         elements, total = self._values, self._total
         T.buffer_store(total, T.float32(0), [0])
         with unrolled(2 * self._num_pairs) as i:
@@ -119,10 +128,8 @@ class HeadVector:
         reduce_lanes(total, 0, add)
         mean = total[0] * T.float32(1.0 / self.problem.size) + T.float32(self.problem.eps)
         T.buffer_store(total, T.float32(1) / T.sqrt(mean), [0])
-        with unrolled(self._num_pairs) as index:
-            for i, element in enumerate(self._pair_elements(index * WARP + self.lane, rotary)):
-                clamped = T.min(element, self.problem.size - 1)
-                T.buffer_store(elements, elements[index * 2 + i] * total[0] * norm[clamped], [index * 2 + i])
+        with unrolled(2 * self._num_pairs) as i:
+            T.buffer_store(elements, elements[i] * total[0] * self._scales[i], [i])
 
     def _load_rotation(self, row: Expr) -> None:
         half, rotation = self.problem.rotary_size // 2, self.tensors.rotation

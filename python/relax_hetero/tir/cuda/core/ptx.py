@@ -332,9 +332,16 @@ def store_remote(address: Expr, values: Sequence[Expr]) -> None:
     _emit(f"st.shared::cluster.{_vector(len(values))}u32", address, *values)
 
 
-def store_async(address: Expr, value: Expr, barrier: Expr) -> None:
-    """Store 32 bits to shared memory of a block, at a `remote_address`, and count them at a barrier of that block."""
-    _emit("st_async.shared::cluster.mbarrier::complete_tx::bytes.u32", address, value, barrier)
+def store_async(address: Expr, values: Sequence[Expr], barrier: Expr) -> None:
+    """Store one, two or four values of 32 bits to shared memory of a block, and count them at a barrier of that block.
+
+    Parameters
+    ----------
+    address, barrier : PrimExpr
+        Each a `remote_address`.
+    """
+    name = f"st_async.shared::cluster.mbarrier::complete_tx::bytes.{_vector(len(values))}u32"
+    _emit(name, address, *values, barrier)
 
 
 # Hopper's tensor cores: a warpgroup multiplies tiles in shared memory.

@@ -12,12 +12,12 @@ from ....encoding.block_weights import FRAGMENT_COLUMNS
 from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64, minimum
-from ...core.view import extent_of
+from ...core.view import Coordinates, extent_of
 from ..all_reduce import send_words, word_places
 from ..core import ptx
 from ..core.launch import Place, SharedMemory, local
 from ..core.operand import GpuOperand
-from ..tile.epilogue import EpilogueWriter
+from ..tile.epilogue import EpilogueWriter, where
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, BlockPlan, BlockWork
 from .block_rows import LeftRows, RowSource
@@ -45,6 +45,7 @@ class BlockBody:
         writer: EpilogueWriter,
     ) -> None:
         self.gpu, self.lhs, self.packed, self.writer = gpu, lhs, packed, writer
+        self._loaded: list[Any] | None = None  # operands of the epilogue
         self.work = self._work_of(problem, plan, extent_of([writer.result], "m"))
 
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
@@ -140,6 +141,7 @@ class BlockBody:
         """Process the block's column tiles, and store their results."""
         work = self.work
         if not work.is_persistent:
+            self._load_operands()
             self._tile(0, num_tiles, 0)
             self._finish(int64(0), 1)
             return
@@ -300,41 +302,68 @@ class BlockBody:
                     with T.If(row < work.sum_rows), T.Then():
                         ptx.store_shared(self.shared.at(offset * 4), [total])
 
+    @property
+    def _vector(self) -> int:
+        """Neighbouring results that a thread stores together."""
+        return min(4, self.writer.result.vector("n"))
+
+    @property
+    def _num_vectors(self) -> int:
+        """Vectors of the results of column tiles that are reduced together."""
+        work = self.work
+        rows = min(work.rows, work.m) if isinstance(work.m, int) else work.rows
+        return rows * work.product_columns // self._vector * work.batch
+
+    @property
+    def _is_whole(self) -> bool:
+        """True if no column tile is beyond the result's columns."""
+        return self.work.problem.columns % self.work.product_columns == 0
+
+    def _place(self, item: Expr, first_index: Expr, count: Expr) -> tuple[list[Expr], Coordinates, list[Expr]]:
+        """Index in its batch, row and column in its tile, coordinates and predicates of a vector of results."""
+        work, columns, vector, items = self.work, self.work.product_columns, self._vector, self._num_vectors
+        per_tile = items // work.batch
+        index_in_batch, in_tile = tirx.floordiv(item, per_tile), tirx.floormod(item, per_tile)
+        row, column = tirx.floordiv(in_tile, columns // vector), tirx.floormod(in_tile, columns // vector) * vector
+        tile = self.first_block + (first_index + T.Cast("int64", index_in_batch)) * work.stride
+        result_row, conditions = self._result_row(row)
+        at = {"m": result_row, "n": T.bind(tile * columns + column)}
+        if work.batch > 1:
+            conditions.append(index_in_batch < count)
+        elif items % (work.plan.warps * WARP):
+            conditions.append(item < items)
+        return [index_in_batch, row, column], at, conditions
+
+    def _load_operands(self) -> None:
+        """Load the epilogue's operands before the products, where threads have one vector each."""
+        if self._is_whole and self._num_vectors <= self.work.plan.warps * WARP:
+            self._loaded = self.writer.registers(1, self._vector)
+            _, at, conditions = self._place(self.thread, int64(0), 1)
+            with where(conditions):
+                self.writer.load(self._loaded, tirx.const(0, "int32"), at, self._vector)
+
     def _finish(self, first_index: Expr, count: Expr) -> None:
         """Reduce and store `count` column tiles, after all warps have stored their accumulators."""
-        work, plan = self.work, self.work.plan
-        columns = work.product_columns
-        vector = min(4, self.writer.result.vector("n"))
-        rows = min(work.rows, work.m) if isinstance(work.m, int) else work.rows
-        per_tile, threads = rows * columns // vector, plan.warps * WARP
-        items = per_tile * work.batch
+        work, vector, threads = self.work, self._vector, self.work.plan.warps * WARP
         send, sent = None, work.problem.sent
         if sent is not None and self.addresses is not None:
             ptx.launch_dependents()
             send = partial(send_words, word_places(sent, self.addresses.data))
         self._barrier()
-        with T.serial(tirx.const(-(-items // threads), "int32")) as iteration:
+        with T.serial(tirx.const(-(-self._num_vectors // threads), "int32")) as iteration:
             item = T.bind(iteration * threads + self.thread)
-            index_in_batch, in_tile = tirx.floordiv(item, per_tile), tirx.floormod(item, per_tile)
-            row, column = tirx.floordiv(in_tile, columns // vector), tirx.floormod(in_tile, columns // vector) * vector
-            tile = self.first_block + (first_index + T.Cast("int64", index_in_batch)) * work.stride
-            result_row, conditions = self._result_row(row)
-            at = {"m": result_row, "n": T.bind(tile * columns + column)}
-            if work.batch > 1:
-                conditions.append(index_in_batch < count)
-            elif items % threads:
-                conditions.append(item < items)
-            is_whole = work.problem.columns % columns == 0
-            with T.If(tirx.all(*conditions) if conditions else tirx.const(True)), T.Then():
+            (index_in_batch, row, column), at, conditions = self._place(item, first_index, count)
+            with where(conditions):
                 vector_index = tirx.const(0, "int32")
-                registers = self.writer.registers(1, vector) if is_whole else None
-                if registers is not None:
+                registers = self._loaded
+                if registers is None and self._is_whole:
+                    registers = self.writer.registers(1, vector)
                     self.writer.load(registers, vector_index, at, vector)
                 totals = [
-                    self._reduce_sums(index_in_batch * work.sums, row, product * columns + column, vector)
+                    self._reduce_sums(index_in_batch * work.sums, row, product * work.product_columns + column, vector)
                     for product in range(work.problem.products)
                 ]
-                end = None if is_whole else int64(work.problem.columns)
+                end = None if self._is_whole else int64(work.problem.columns)
                 loaded = None if registers is None else (registers, vector_index)
                 reads = [partial(_element, totals, i) for i in range(vector)]
                 self.writer.write(reads, at, "n", [], end, loaded, send)

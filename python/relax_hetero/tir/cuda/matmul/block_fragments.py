@@ -333,6 +333,25 @@ class StagedFragments(WeightFragments):
             ptx.load_shared(targets, shared.at(weights + (first * WARP + self.lane * count) * 4))
         self.load_parts(shared, fragment, parts)
 
+    def load_chunk(self, shared: SharedMemory, stage: Expr, chunk: Expr, part_offsets: Sequence[int]) -> None:
+        """Load a chunk of a complete stage of one fragment.
+
+        Parameters
+        ----------
+        stage : PrimExpr
+            Offset in shared memory of the stage, which begins with the weights of its chunks.
+        chunk : PrimExpr
+            Number of the chunk in the stage.
+        part_offsets : sequence of int
+            Offsets in the stage of the scales, and of the zero points or factors, of all chunks.
+        """
+        work, parts = self.work, []
+        for part, offset in zip(work.part_list, part_offsets, strict=True):
+            units = work.units_of_chunk(part)
+            numbers = (tirx.floordiv(chunk * work.chunk + i * (work.chunk // units), part.unit) for i in range(units))
+            parts.append([stage + (offset + number * part.unit_bytes) for number in numbers])
+        self.load_staged(shared, 0, stage + chunk * work.chunk_bytes, parts)
+
     def load_parts(
         self, shared: SharedMemory, fragment: int, parts: Sequence[Sequence[Expr]], first_scale: int = 0
     ) -> None:

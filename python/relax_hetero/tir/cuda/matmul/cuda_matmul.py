@@ -10,7 +10,7 @@ from tvm import tirx
 
 from ....encoding.problem import MatmulProblem
 from ....target.gpu_target import NARROW_COLUMNS, GpuTarget
-from . import mma_matmul, skinny_gemm, wgmma_matmul
+from . import mma_matmul, packed_gemv, skinny_gemm, wgmma_matmul
 from .simt_matmul import simt_matmul_kernel
 
 
@@ -20,6 +20,8 @@ def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     if isinstance(columns, int) and columns <= NARROW_COLUMNS and not problem.rhs.layout.inner_dims:
         return simt_matmul_kernel(problem, gpu)
     if _is_skinny(problem) and not skinny_gemm.unsupported_reason(problem, gpu):
+        if not packed_gemv.unsupported_reason(problem, gpu):
+            return packed_gemv.packed_gemv_kernel(problem)
         return skinny_gemm.skinny_gemm_kernel(problem, gpu)
     if not wgmma_matmul.unsupported_reason(problem, gpu):
         return wgmma_matmul.wgmma_matmul_kernel(problem, gpu)

@@ -21,16 +21,19 @@ from ....target.gpu_target import ALL_LANES, WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, either, int64, when
 from ...core.view import Coordinates, extent_of
 from ..core import ptx
-from ..core.launch import local, wait_late
+from ..core.launch import SharedMemory, local, wait_late
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
 from ..tile.register_tile import add_lanes_before, reduce_lanes
+from ..tile.ring import Ring
 from .block_body import BlockBody
-from .block_fragments import WeightFragments
-from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, SumPlan, expert_plan
+from .block_fragments import StagedFragments, WeightFragments
+from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, StagedSumPlan, SumPlan, expert_plan
 from .block_rows import LeftRows, RowSource
 
 _LEFT_OUT = tirx.const(-math.inf, "float32")
+_LOADS_IN_FLIGHT = 4
+"""Loads of its row that a lane issues at a time."""
 
 MIN_GROUPED_PAIRS = 256
 """Minimum pairs that are grouped by expert, which takes a block some microseconds."""
@@ -50,8 +53,11 @@ def expert_body(
     pairs = extent_of([writer.result], "m")
     # A row of float32 takes three of the instruction's eight.
     is_grouped = PARTS[problem.lhs_type] == 1 and isinstance(pairs, int) and pairs >= MIN_GROUPED_PAIRS
-    kind = SumBody if problem.shares is not None else GroupedBody if is_grouped and not problem.second else ExpertBody
-    return kind(problem, gpu, plan or expert_plan(problem, gpu), lhs, packed, writer, routes=routes, biases=biases)
+    plan = plan or expert_plan(problem, gpu)
+    kind = GroupedBody if is_grouped and not problem.second else ExpertBody
+    if isinstance(plan, SumPlan):
+        kind = StagedSumBody if isinstance(plan, StagedSumPlan) else SumBody
+    return kind(problem, gpu, plan, lhs, packed, writer, routes=routes, biases=biases)
 
 
 class _Rows:
@@ -118,6 +124,10 @@ class ExpertBody(BlockBody):
     def _wait(self) -> None:
         if not self.waits_at_end:
             wait_late()
+
+    def _load_operands(self) -> None:
+        if not self.waits_at_end:
+            super()._load_operands()
 
     def _finish(self, first_index: Expr, count: Expr) -> None:
         if self.waits_at_end:
@@ -210,6 +220,14 @@ class SumBody(ExpertBody):
         self._share = T.bind(T.Select(expert < 0, _LEFT_OUT, self._shares.data[pair]))
         BlockBody._emit_block(self)
 
+    def _load_operands(self) -> None:
+        """Load nothing yet: weights in flight take all registers."""
+
+    @property
+    def _is_own(self) -> Expr:
+        """Predicate of a warp's pair that is not left out."""
+        return tirx.NE(self._share, _LEFT_OUT)
+
     def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
         rows = _ExpertRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
         rows.expert = self.own
@@ -217,9 +235,139 @@ class SumBody(ExpertBody):
 
     def _stage_sums(self, index_in_batch: Expr) -> None:
         for number in range(4):
-            weighted = self.totals[number] * self._share
-            T.buffer_store(self.totals, T.Select(tirx.EQ(self._share, _LEFT_OUT), T.float32(0), weighted), [number])
+            weighted = T.Select(self._is_own, self.totals[number] * self._share, T.float32(0))
+            T.buffer_store(self.totals, weighted, [number])
         super()._stage_sums(index_in_batch)
+
+
+class StagedSumWork(SumWork):
+    """`SumWork` with the bytes of a warp's stage: weights, and scales, zero points or factors."""
+
+    plan: StagedSumPlan
+
+    def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
+        """See `BlockWork.share`; a block has one column tile."""
+        super().share(gpu, row_tiles, 1, has_points)
+        self.lay_out_stage(self.plan.stage_chunks)
+        self.stages_at = ceil_div(self.shared_bytes, 16) * 16
+        self.shared_bytes = self.stages_at + self.plan.warps * self.plan.stages * self.stage_bytes
+
+
+class _StagedRows(_ExpertRows):
+    """Rows of a token's experts, each of which its warp loads for itself."""
+
+    def hold(self) -> None:
+        """Load the warp's row into shared memory."""
+        for i in range(self.steps * 2):
+            T.buffer_store(self.words, T.uint32(0), [i])
+        depth, lane, registers = self.work.problem.depth, self.thread % WARP, local(4 * _LOADS_IN_FLIGHT, "uint32")
+        count = ceil_div(depth, 8 * WARP)
+        for first in range(0, count, _LOADS_IN_FLIGHT):
+            numbers = range(count)[first : first + _LOADS_IN_FLIGHT]
+            loads = [T.bind((number * WARP + lane) * 8) for number in numbers]
+            for i, k in enumerate(loads):
+                self._load_halves(registers, int64(self.expert), T.Cast("int64", k), k < depth, 4 * i, 8)
+            for i, k in enumerate(loads):
+                offset = self.work.held_at + (self._first_held * self.work.pitch + T.truncdiv(k, 2)) * 4
+                with when(k < depth):
+                    ptx.store_shared(self.shared.at(offset), [registers[4 * i + j] for j in range(4)])
+        ptx.warp_barrier()
+
+
+class StagedSumBody(SumBody):
+    """`SumBody` whose warps, one of each expert, copy weights to stages of their own in shared memory.
+
+    Weights in flight take no registers, so that blocks are resident beside those of the launch before, the products of
+    gate and up, and load while these end. Warps of pairs of a negative index load nothing, and add 0.
+    """
+
+    work: StagedSumWork
+    weights: StagedFragments
+
+    def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
+        assert isinstance(plan, StagedSumPlan), "warps have stages"
+        self._pairs = m
+        return StagedSumWork(problem, plan)
+
+    def reserve(self, shared: SharedMemory) -> None:
+        """See `BlockBody.reserve`."""
+        super().reserve(shared)
+        self.ring = Ring(shared, self.work.plan.warps * self.work.plan.stages, producers=1)
+
+    def _open(self) -> None:
+        super()._open()
+        self.weights = StagedFragments(self.work, self.packed, self.lane, self.high)
+
+    def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
+        rows = _StagedRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
+        rows.expert = self.own
+        return rows
+
+    def _work(self) -> None:
+        plan = self.work.plan
+        with when(tirx.all(tirx.EQ(self.lane, 0), self._is_own)):
+            for stage in range(plan.stages):
+                ptx.barrier_init(self.ring.full(self.warp * plan.stages + stage), 1)
+            ptx.barrier_init_fence()
+            for piece in range(plan.stages):
+                self._copy(piece)
+        self._wait()
+        BlockBody._load_operands(self)
+        self._tile(0, 1, 0)
+        self._finish(int64(0), 1)
+
+    def _stage(self, piece: int) -> Expr:
+        """Stage of a piece of the warp's column tile."""
+        return T.bind(self.warp * self.work.plan.stages + piece % self.work.plan.stages)
+
+    def _copy(self, piece: int) -> None:
+        """Issue the copies of a piece, by one thread."""
+        work, chunks, stage = self.work, self.work.plan.stage_chunks, self._stage(piece)
+        tile, full = T.bind(self._first_tile + self.first_block), self.ring.full(stage)
+        begin = T.bind(work.stages_at + stage * work.stage_bytes)
+        ptx.barrier_expect(full, work.stage_bytes)
+        source = T.address_of(self.weights.weight[(tile * work.chunks + piece * chunks) * (work.chunk_bytes // 4)])
+        ptx.bulk_load(self.shared.at(begin), source, chunks * work.chunk_bytes, full)
+        parts = zip(work.part_list, work.stage_units, work.part_offsets, self.weights.part_data, strict=True)
+        for part, units, offset, data in parts:
+            source = T.address_of(data[(tile * part.units + piece * units) * (8 * part.width)])
+            ptx.bulk_load(self.shared.at(begin + offset), source, units * part.unit_bytes, full)
+
+    def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
+        work, plan = self.work, self.work.plan
+        # Those of even and of odd chunks do not wait for each other.
+        totals, odd_totals = self.totals, local(4, "float32")
+        for number in range(4):
+            T.buffer_store(totals, self._initial(number, self.first_block), [number])
+            T.buffer_store(odd_totals, T.float32(0), [number])
+        pieces = work.chunks // plan.stage_chunks
+        with when(self._is_own):
+            self.left.hold()
+            for piece in range(pieces):
+                stage = self._stage(piece)
+                ptx.barrier_wait(self.ring.full(stage), piece // plan.stages % 2)
+                begin = T.bind(work.stages_at + stage * work.stage_bytes)
+                first = piece * plan.stage_chunks
+                if work.is_plain:
+                    for chunk in range(plan.stage_chunks):
+                        self.totals = odd_totals if chunk % 2 else totals
+                        self._multiply_staged(begin, chunk, first)
+                else:  # dequantized one after another, as values of several take more registers
+                    with T.serial(tirx.const(plan.stage_chunks, "int32")) as chunk:
+                        self._multiply_staged(begin, chunk, first)
+                if piece + plan.stages < pieces:
+                    ptx.warp_barrier()
+                    with when(tirx.EQ(self.lane, 0)):
+                        self._copy(piece + plan.stages)
+        self.totals = totals
+        for number in range(4):
+            T.buffer_store(totals, totals[number] + odd_totals[number], [number])
+        self._stage_sums(index_in_batch)
+
+    def _multiply_staged(self, stage: Expr, chunk: Expr, first: int) -> None:
+        """Multiply a chunk of a complete stage, whose first chunk of the column tile is `first`."""
+        self.weights.load_chunk(self.shared, stage, chunk, self.work.part_offsets)
+        self._multiply_fragment(0, 0, T.bind(T.Cast("int64", first + chunk) * self.work.chunk))
 
 
 class GroupedWork(BlockWork):

@@ -79,8 +79,6 @@ class RingWork(BlockWork):
     ----------
     stage_chunks : int
         Chunks of a column in a stage.
-    stage_units : list of int
-        Units of each part of a column in a stage.
     pieces : int
         Stages of a column tile; the last one may have fewer chunks.
     """
@@ -89,12 +87,8 @@ class RingWork(BlockWork):
         super().__init__(problem, plan, m)
         self.stages, self.run, self.held_rows = plan.stages, plan.run, m
         self.stage_chunks = plan.warps * plan.run
-        self.stage_units = [self.stage_chunks * self.chunk // part.unit for part in self.part_list]
         self.pieces = -(-self.chunks // self.stage_chunks)
-        self.part_offsets, self.stage_bytes = [], self.stage_chunks * self.chunk_bytes
-        for part, units in zip(self.part_list, self.stage_units, strict=True):
-            self.part_offsets.append(self.stage_bytes)
-            self.stage_bytes += units * part.unit_bytes
+        self.lay_out_stage(self.stage_chunks)
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
         """See `BlockWork.share`."""
@@ -203,19 +197,9 @@ class RingBody(BlockBody):
                 chunk = T.bind(number * plan.warps + self.warp)
                 chunk_of_tile = T.bind(piece * work.stage_chunks + chunk)
                 with when(work.chunks % work.stage_chunks == 0 or chunk_of_tile < work.chunks):
-                    self._load_staged(begin, chunk)
+                    self.weights.load_chunk(self.shared, begin, chunk, work.part_offsets)
                     self._multiply_fragment(0, 0, T.bind(T.Cast("int64", chunk_of_tile) * work.chunk))
             ptx.warp_barrier()
             with when(tirx.EQ(self.lane, 0)):
                 self.ring.release(item)
         self._stage_sums(index_in_batch)
-
-    def _load_staged(self, stage: Expr, chunk: Expr) -> None:
-        """Load a chunk of a complete stage, given its number in the stage."""
-        work = self.work
-        parts = []
-        for part, offset in zip(work.part_list, work.part_offsets, strict=True):
-            units = work.units_of_chunk(part)
-            numbers = (tirx.floordiv(chunk * work.chunk + i * (work.chunk // units), part.unit) for i in range(units))
-            parts.append([stage + (offset + number * part.unit_bytes) for number in numbers])
-        self.weights.load_staged(self.shared, 0, stage + chunk * work.chunk_bytes, parts)

@@ -459,7 +459,7 @@ class _Kernel:
                     if split == 1:
                         ptx.store_shared(self.shared.at(offset + tile_offset), [bits])
                     else:
-                        ptx.store_async(remote[c] + T.uint32(tile_offset), bits, barriers[c])
+                        ptx.store_async(remote[c] + T.uint32(tile_offset), [bits], barriers[c])
 
     def _store(self, send: Callable[[Sequence[Expr], Expr], None] | None, loaded: list[Any] | None) -> None:
         """Reduce over the cluster in order, and store this block's rows, by all threads, which may also send them."""

@@ -31,7 +31,7 @@ from ...rows.row_plan import RowPass, RowPlan, plan_rows
 from ...rows.rows import in_single, merge_rows
 from ..core import ptx
 from ..core.expression import emit, ops_for
-from ..core.launch import SharedMemory, at_least_one, launch
+from ..core.launch import WAIT, SharedMemory, at_least_one, enable_pdl, launch
 from ..core.storage_position import empty_launch
 from ..core.vectors import Vectors
 from ..tile.register_tile import WARP_LANES, reduce_lanes
@@ -76,6 +76,8 @@ class RowWriter:
         Type of values kept for later passes.
     late : frozenset of int
         Operands whose vectors are loaded where they are needed, by a single pass.
+    early : sequence of int
+        Operands in registers that are loaded before the wait for the previous launch (`WAIT`).
     """
 
     def __init__(
@@ -90,7 +92,9 @@ class RowWriter:
         late: frozenset[int],
         threads: Threads,
         at: Coordinates,
+        early: Sequence[int],
     ) -> None:
+        self.early = early
         self.late = late if shape.vectors else frozenset()
         self.program, self.plan, self.shape, self.n = program, plan, shape, n
         self.operands, self.result, self.threads, self.at = list(operands), result, threads, at
@@ -109,13 +113,18 @@ class RowWriter:
 
     def emit(self) -> None:
         """Write the code of the row."""
+        if self.early:
+            for number in self.early:
+                self._load_held(number)
+            with T.attr(0, WAIT, 1):
+                T.evaluate(0)
         for number, view in enumerate(self.operands):
             if number not in self.vectors:
                 loaded = view.typed(view.load({**self.at, "n": _ZERO}, "-", 1))
                 self._set(number, cast(loaded, self.types[number]))
         if self.shape.vectors:
             for number in self.vectors:
-                if number not in self.late:
+                if number not in self.late and number not in self.early:
                     self._load_held(number)
         if self.shape.cluster > 1:
             # Each reduction has memory of its own, so that no barrier is needed before it is reused.
@@ -443,8 +452,10 @@ def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = N
         operands = [OperandView(function, f"x{i}", operand) for i, operand in enumerate(problem.operands)]
         result = OperandView(function, "result", problem.result)
         with function.body():
-            _Kernel(problem, operands, result, gpu, shape).write()
-    return tied_to(function.result, problem.operands, 0, problem.result)
+            kernel = _Kernel(problem, operands, result, gpu, shape)
+            kernel.write()
+    tied = tied_to(function.result, problem.operands, 0, problem.result)
+    return enable_pdl(tied, kernel.early) if kernel.early else tied
 
 
 class _Kernel:
@@ -459,6 +470,10 @@ class _Kernel:
         shape: RowShape | None,
     ) -> None:
         self.shape = shape
+        # Operands that all rows have in common, such as the weights of a norm, and those of them that are loaded before
+        # the wait for the previous launch.
+        self.shared = [i for i, view in enumerate(operands) if list(view.index_map) == ["n"]]
+        self.early: list[int] = []
         views = [*operands, result]
         self.operands, self.result, self.gpu = operands, result, gpu
         self.names = merge_rows(views, [name for name in result.index_map if name.startswith("d")])
@@ -510,6 +525,8 @@ class _Kernel:
 
         def write(shape: RowShape) -> None:
             looped = shape.vectors == 0
+            if not looped and isinstance(self.total, int):
+                self.early = [number for number in self.shared if number not in late]
             RowWriter(
                 self.program,
                 self._plan(False) if looped else plan,
@@ -521,6 +538,7 @@ class _Kernel:
                 late,
                 threads,
                 at,
+                self.early,
             ).emit()
 
         if isinstance(self.n, int) or shape.lanes == 1:

@@ -21,8 +21,8 @@ from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.graph_functions import releases_after_wait, waiting_late
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import LATE_WAIT
-from relax_hetero.tir.cuda.matmul import expert_body
-from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, expert_plan
+from relax_hetero.tir.cuda.matmul import block_plan, expert_body
+from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, StagedSumPlan, expert_plan
 from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
@@ -217,6 +217,46 @@ def test_weighted_sums_of_the_rows_of_a_token(name, tokens, used, n, k, dtype, g
     check_weighted_sums(name, tokens, used, n, k, dtype, dataclasses.replace(gpu, multiprocessors=2))
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens", "used", "n", "k", "dtype"),
+    [
+        ("f16", 2, 8, 48, 96, "float16"), ("bf16", 1, 16, 16, 48, "bfloat16"), ("bf16", 3, 5, 32, 144, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_weighted_sums_by_stages_that_are_used_again(name, tokens, used, n, k, dtype, monkeypatch):
+    monkeypatch.setattr(block_plan, "MIN_STAGE_BYTES", 1)
+    monkeypatch.setattr(block_plan, "MAX_STAGED_FRACTION", 0.1)
+    plans = []
+    monkeypatch.setattr(expert_body, "expert_plan", lambda *args: plans.append(expert_plan(*args)) or plans[-1])
+    check_weighted_sums(name, tokens, used, n, k, dtype)
+    (plan,) = plans
+    assert isinstance(plan, StagedSumPlan)
+
+
+@pytest.mark.parametrize(("name", "used", "k"), [("f16", 8, 768), ("bf16", 8, 5120), ("bf16", 16, 3072)])
+def test_stages_fit_shared_memory(name, used, k):
+    rows = operand((1, used, 1, k), "bfloat16" if name != "f16" else name.replace("f", "float"), (*NAMES, "k"))
+    form, index = FILE_FORMATS[name], operand((1, used), "int32", NAMES[:2])
+    shapes, types = Fragments().shapes(2048, form, k, 4), ("int32", "int8", "float16")
+    weights = tuple(operand(shape, dtype, Fragments.index_map) for shape, dtype in zip(shapes, types, strict=False))
+    problem = QuantizedMatmulProblem(
+        rows,
+        weights,
+        operand((1, 2048), "float32", ("m", "n")),
+        form.block,
+        bits=form.bits,
+        form=form,
+        experts=4,
+        index=index,
+        shares=dataclasses.replace(index, dtype="float32"),
+    )
+    plan = expert_plan(problem, GPU)
+    assert isinstance(plan, StagedSumPlan)
+    work = expert_body.StagedSumWork(problem, plan)
+    work.share(GPU, 1, 1, 0)
+    assert work.shared_bytes + 16 * plan.warps * plan.stages <= GPU.shared_bytes
+
+
 @pytest.mark.parametrize(("second", "limit"), [(True, 168), (False, 128)])
 @pytest.mark.parametrize("name", ["q4_k", "q6_k"])
 def test_registers_of_kernels_of_few_pairs(name, second, limit):
@@ -266,7 +306,7 @@ def test_weights_are_loaded_before_a_late_wait(kind):
     (source,) = sources_of(late, Target({"kind": "cuda", "arch": "sm_90a"}))
     text = disassembled(compile_source(source).code)
     # The last wait is that of blocks with an expert.
-    assert text.index("LDG.E.NA") < text.rindex("ACQBULK") < text.index("STG")
+    assert text.index("UBLKCP" if is_sum else "LDG.E.NA") < text.rindex("ACQBULK") < text.index("STG")
     assert (text.rindex("HMMA") < text.rindex("ACQBULK")) == has_operand
 
 

@@ -11,13 +11,16 @@ from tvm import tirx
 from tvm.target import Target
 from tvm_ffi import structural_walk
 
-from cuda_reports import reports_of
+from cuda_reports import compile_source, reports_of, sources_of
 from gpu_interpreter import run
+from machine_code import disassembled, nvdisasm
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
+from relax_hetero.tir.commands.graph_functions import launched_early, waiting_in_place
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.core.ties import ties_of
+from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.tir.cuda.rows.cuda_rows import rows_kernel
 from relax_hetero.tir.cuda.rows.row_shape import RowShape, lanes_for, looped_shape, register_shape
 from seeds import fresh_rng
@@ -246,6 +249,19 @@ def test_registers_and_spills(text, shape, registers):
     kernel = rows_kernel(problem(text, arrays, [names, ("n",), ("n",)][: len(arrays)], shape, names, "float32"), GPU)
     (report,) = reports_of(kernel, TARGET)
     assert report.stack == report.spill_stores == 0 and report.registers <= registers
+
+
+def test_weights_of_a_norm_are_loaded_before_the_wait():
+    x, names = np.zeros((1, 2048), "float32"), ("d0", "n")
+    kernel = rows_kernel(problem(NORM, [x, x[0], x[0]], [names, ("n",), ("n",)], x.shape, names, "float32"), GPU)
+    assert list(kernel.attrs[READS_EARLY]) == [1, 2]
+    symbolic = problem(NORM, [x, x[0], x[0]], [names, ("n",), ("n",)], x.shape, names, "float32", {"d0": "s0"})
+    assert READS_EARLY not in rows_kernel(symbolic, GPU).attrs
+    if nvdisasm() is None:
+        pytest.skip("no nvdisasm")
+    (source,) = sources_of(launched_early(waiting_in_place(kernel)), TARGET)
+    before, after = disassembled(compile_source(source).code).split("ACQBULK")
+    assert before.count("LDG.E.128") == 2 * after.count("LDG.E.128") > 0
 
 
 @pytest.mark.gpu
