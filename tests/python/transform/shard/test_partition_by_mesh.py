@@ -587,6 +587,28 @@ def test_impure_ops_run_once():
     assert ops_of(partition_by_mesh(module)).count("relax.print") == 1
 
 
+def test_types_of_kernels_name_meshes():
+    """A kernel without a rule computes its whole result on each device, wherever the annotation stands."""
+
+    @ir_module("llvm", "llvm:1")
+    class module:
+        @T.prim_func(s_tir=True)
+        def twice(a: T.Buffer((4, 8), "float32"), b: T.Buffer((4, 8), "float32")):
+            for i, j in T.grid(4, 8):
+                with T.sblock("twice"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    b[vi, vj] = a[vi, vj] + a[vi, vj]
+
+        @R.function
+        def main(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+            y = R.hetero.shard(R.nn.relu(x), "S[1]")
+            z = R.call_tir(module.twice, (y,), out_ty=R.Tensor((4, 8), "float32", "llvm[0:2]"))
+            return z
+
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    np.testing.assert_array_equal(rh.vm.VirtualMachine(rh.compile(module))["main"](x).numpy(), 2 * np.maximum(x, 0))
+
+
 @pytest.mark.parametrize("kind", ["branch", "loop"])
 def test_control_flow_is_refused_on_gpus(kind):
     @I.ir_module
