@@ -206,7 +206,7 @@ def test_parameters_in_parts():
     ("name", "message"),
     [
         ("llvm[0:3]", "no vdevice 'llvm:2'"),
-        ("llvm[1:1]", "expected a range"),
+        ("llvm[1:0]", "expected a range"),
         ("llvm[0-2]", "a mesh 'kind"),
         ("vdevice[0:3]", "equal targets"),
         ("llvm[0:2](2, 2)", "2 devices and the shape .* which has 4"),
