@@ -823,6 +823,20 @@ def test_compiled_graphs_run_on_all_devices():
     assert {region.device for region in exe.metadata.regions} == {0, 1}
 
 
+def test_an_axis_that_one_axis_of_a_mesh_used_up_is_not_split_again():
+    @ir_module("llvm", "llvm:1", "llvm:2", "llvm:3")
+    def module(x: R.Tensor((2, 2), "float32", "llvm[0:4](2, 2)")):
+        with R.dataflow():
+            a = R.hetero.shard(R.nn.relu(x), "R, S[1]")
+            b = R.hetero.shard(R.negative(x), "S[1], S[0]")
+            c = R.reshape(R.add(a, b), (2, 2, 1))
+            R.output(c)
+        return c
+
+    x = fresh_rng().standard_normal((2, 2)).astype("float32")
+    np.testing.assert_array_equal(run(partition_by_mesh(module), x), run(module, x))
+
+
 def test_parts_of_segments():
     array = np.arange(12)
     sharding = Sharding(0, (8, 4))
