@@ -31,7 +31,7 @@ _MAX_SPREAD = 1.15
 
 @command("scale")
 @click.argument("model", type=INPUT)
-@click.option("--vdevice", "vdevices", type=VDeviceParam(), required=True, multiple=True, help="A device of the fleet.")
+@click.option("--vdevice", "given", type=VDeviceParam(), required=True, multiple=True, help="A device of the fleet.")
 @click.option("--devices", type=click.IntRange(min=1), default=8, help="Devices of each host.")
 @click.option("--hosts", type=click.IntRange(min=1), default=1, help="Hosts, with as many devices each.")
 @click.option("--texts", type=click.IntRange(min=1), default=32, help="Texts that are generated at the same time.")
@@ -72,7 +72,7 @@ _MAX_SPREAD = 1.15
 @json_option
 def scale_command(
     model: Path,
-    vdevices: tuple[str | dict[str, Any], ...],
+    given: tuple[str | dict[str, Any], ...],
     devices: int,
     hosts: int,
     texts: int,
@@ -105,12 +105,12 @@ def scale_command(
 
     if not has_weights(model):
         raise click.UsageError(f"{model} is not a language model; expected a GGUF file or a folder of Hugging Face")
-    if len(vdevices) > 1:
+    if len(given) > 1:
         raise click.UsageError(
-            f"found --vdevice {len(vdevices)} times, expected one: the devices of a fleet are equal, and --devices and "
+            f"found --vdevice {len(given)} times, expected one: the devices of a fleet are equal, and --devices and "
             "--hosts say how many there are"
         )
-    (vdevice,) = vdevices
+    (vdevice,) = given
     file = read_language_model(model)
     sizes = hyperparameters_of(file)
     counts = read_expert_counts(expert_counts, sizes)
