@@ -95,8 +95,9 @@ def _aligned(arg: relax.Expr) -> relax.Expr:
     """A constant in memory as kernels need it; other values as they are."""
     if not is_tensor_constant(arg):
         return arg
-    tensor = aligned(arg.value)
-    return arg if tensor is arg.value else tvm.ir.GenericConst(tensor, arg.ty)
+    value = arg.value
+    tensor = aligned(value)
+    return arg if tensor is value else tvm.ir.GenericConst(tensor, arg.ty)
 
 
 def _without_barriers(block: Block) -> list[relax.Binding] | None:
