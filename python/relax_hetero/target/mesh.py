@@ -23,7 +23,7 @@ from .hosts import host_of
 
 _PREFIX = "mesh."
 MESH_NAME = re.compile(
-    r"(?P<kind>(?:[^/:\s\[\]]+/)?[A-Za-z_][A-Za-z0-9_]*)\[(?P<begin>0|[1-9][0-9]*):(?P<end>[1-9][0-9]*)\]"
+    r"(?P<kind>(?:[^/:\s\[\]]+/)?[A-Za-z_][A-Za-z0-9_]*)\[(?P<begin>0|[1-9][0-9]*):(?P<end>0|[1-9][0-9]*)\]"
     r"(?:\s*\((?P<shape>\s*[1-9][0-9]*\s*(?:,\s*[1-9][0-9]*\s*)*),?\s*\))?"
 )
 """Name of a mesh: ``kind[begin:end]``, ``vdevice[begin:end]``, or either after ``host/``; then ``(2, 2)``, a shape."""

@@ -32,7 +32,7 @@ _MAX_SPREAD = 1.15
 
 @command("scale")
 @click.argument("model", type=INPUT)
-@click.option("--vdevice", type=VDeviceParam(), required=True, help="A device of the fleet.")
+@click.option("--vdevice", "given", type=VDeviceParam(), required=True, multiple=True, help="A device of the fleet.")
 @click.option("--devices", type=click.IntRange(min=1), default=8, help="Devices of each host.")
 @click.option("--hosts", type=click.IntRange(min=1), default=1, help="Hosts, with as many devices each.")
 @click.option("--texts", type=click.IntRange(min=1), default=32, help="Texts that are generated at the same time.")
@@ -73,7 +73,7 @@ _MAX_SPREAD = 1.15
 @json_option
 def scale_command(
     model: Path,
-    vdevice: str | dict[str, Any],
+    given: tuple[str | dict[str, Any], ...],
     devices: int,
     hosts: int,
     texts: int,
@@ -106,6 +106,12 @@ def scale_command(
 
     if not has_weights(model):
         raise click.UsageError(f"{model} is not a language model; expected a GGUF file or a folder of Hugging Face")
+    if len(given) > 1:
+        raise click.UsageError(
+            f"found --vdevice {len(given)} times, expected one: the devices of a fleet are equal, and --devices and "
+            "--hosts say how many there are"
+        )
+    (vdevice,) = given
     file = read_language_model(model)
     sizes = hyperparameters_of(file)
     counts = read_expert_counts(expert_counts, sizes)

@@ -2,6 +2,9 @@
 
 TVM's virtual machine copies every constant to its first device and keeps the executable's own copy, too. A lifted
 constant is stored once, on the device that uses it, and the file's bytes can be mapped instead of copied.
+
+Constants that are parts of others, as devices of a mesh have them, or of files, are copied if kernels of a CPU would
+find them less aligned than they assume.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from tvm_ffi import structural_map, structural_walk
 from ...artifact.checks import RECORD, WORDS
 from ...artifact.mailboxes import DATA, MailboxSpec
 from ...artifact.metadata import ConstantSpec
-from ...target.vdevice import vdevice_index, vdevices_of
+from ...target.vdevice import is_cpu, vdevice_index, vdevices_of
 from ...transform.ir.module_attrs import DEFAULTS
 from ...transform.ir.rewriting import copy_module, is_tensor_constant, relax_functions, typed, with_body
+from ...vm.device.tensors import aligned
 from .address_table import AddressTable
+from .link import argument_alignment
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,9 @@ class LiftedConstants:
 class _ConstantTuple:
     """Distinct (tensor, device) pairs in order of first use."""
 
-    def __init__(self, vdevices: list[relax.VDevice]):
-        self.vdevices = vdevices
-        self.index: dict[tuple[int, int], int] = {}
+    def __init__(self, vdevices: list[relax.VDevice], alignment: int):
+        self.vdevices, self.alignment = vdevices, alignment
+        self.index: dict[tuple[int, tvm.runtime.Tensor], int] = {}
         self.types: list[relax.TensorType] = []
         self.specs: list[ConstantSpec] = []
         self.tensors: list[tvm.runtime.Tensor] = []
@@ -46,7 +51,7 @@ class _ConstantTuple:
     def add(self, constant: tvm.ir.GenericConst) -> int:
         device = vdevice_index(constant.ty.vdevice or self.vdevices[0], self.vdevices)
         data = constant.value
-        key = (device, hash(data))  # identity, which is unique because the table keeps the tensor alive
+        key = (device, data)  # tensors are equal if they are the same
         if key not in self.index:
             self.index[key] = len(self.specs)
             shape = tuple(int(extent) for extent in data.shape)
@@ -55,7 +60,7 @@ class _ConstantTuple:
             mailbox = MailboxSpec.of(data.numpy().tobytes()) if shape == (DATA,) and dtype == "uint8" else None
             self.specs.append(ConstantSpec(name, shape, dtype, device, is_record=is_record, mailbox=mailbox))
             self.types.append(constant.ty)
-            self.tensors.append(data)
+            self.tensors.append(aligned(data, self.alignment) if is_cpu(self.vdevices[device]) else data)
         return self.index[key]
 
     def add_table(self, direct: AddressTable) -> None:
@@ -69,7 +74,7 @@ def lift_constants(mod: tvm.IRModule, tables: Sequence[AddressTable] = ()) -> Li
     """Lift every tensor constant of a lowered module (LowerToVM), and the constants of address tables."""
     functions = dict(relax_functions(mod))
     takers = _takers(mod, functions)
-    table = _ConstantTuple(vdevices_of(mod))
+    table = _ConstantTuple(vdevices_of(mod), argument_alignment(mod))
     for direct in tables:
         table.add_table(direct)
     replaced = {gv: _replace(func, table) for gv, func in functions.items() if gv in takers}

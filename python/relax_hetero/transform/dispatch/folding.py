@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 
 from ...tir.commands.table_kernel import is_one_launch
-from ...vm.device.tensors import ALIGNMENT, copy_to
+from ...vm.device.tensors import aligned
 from ..ir.blocks import Block, renamed, rewrite_blocks
 from ..ir.constant_values import exceeds_growth_limit
 from ..ir.kernels import tensor_bytes
@@ -92,9 +92,11 @@ def _behind_barrier(arg: relax.Expr, name: str, block: Block, bindings: list[rel
 
 def _aligned(arg: relax.Expr) -> relax.Expr:
     """A constant in memory as kernels need it; other values as they are."""
-    if not is_tensor_constant(arg) or arg.value.data_ptr() % ALIGNMENT == 0:
+    if not is_tensor_constant(arg):
         return arg
-    return tvm.ir.GenericConst(copy_to(arg.value, arg.value.device), arg.ty)
+    value = arg.value
+    tensor = aligned(value)
+    return arg if tensor is value else tvm.ir.GenericConst(tensor, arg.ty)
 
 
 def _without_barriers(block: Block) -> list[relax.Binding] | None:

@@ -800,7 +800,8 @@ class _FunctionPartition:
                 return relax.Tuple([of(field) for field in self._tuples[arg]])
             return rest.pop(0) if is_tensor_constant(arg) or isinstance(arg, relax.Var) else arg
 
-        return with_args(call, [of(arg) for arg in call.args])
+        types = [on_device(ty, None) for ty in call.ty_args]  # such as the mesh of a kernel's result
+        return relax.Call(call.op, [of(arg) for arg in call.args], call.attrs, types, call.span)
 
     def _get_plain(self, leaf: relax.Expr) -> relax.Expr:
         """A shape or a number, which every device may use."""

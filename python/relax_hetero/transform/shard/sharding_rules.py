@@ -94,8 +94,10 @@ def plan_op(op: OpCall) -> OpPlan:
     name = op.call.op.name if isinstance(op.call.op, tvm.ir.Op) else ""
     rule = _RULES.get(name) or (_elementwise if name in ELEMENTWISE else None)
     plan = rule(op) if rule is not None else None
-    if plan is not None and all(
-        operand.can(sharding) for operand, sharding in zip(op.operands, plan.operands, strict=True)
+    if (
+        plan is not None
+        and all(operand.can(sharding) for operand, sharding in zip(op.operands, plan.operands, strict=True))
+        and all(sharding.divides(shape, op.count) for sharding, shape in zip(plan.results, op.shapes, strict=True))
     ):
         return plan
     return OpPlan([REPLICATED] * len(op.operands), [REPLICATED] * len(op.shapes))

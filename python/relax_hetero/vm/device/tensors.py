@@ -240,6 +240,11 @@ def copy_to(tensor: runtime.Tensor, device: runtime.Device, scope: str | None = 
     return result
 
 
+def aligned(tensor: runtime.Tensor, alignment: int = ALIGNMENT) -> runtime.Tensor:
+    """The tensor, or a copy if its address is not a multiple of `alignment` bytes."""
+    return tensor if tensor.data_ptr() % alignment == 0 else copy_to(tensor, tensor.device)
+
+
 def map_tensors(value: Any, change: Callable[[runtime.Tensor], Any]) -> Any:
     """Apply `change` to all tensors of a run-time value, including nested tuples."""
     if isinstance(value, tvm_ffi.core.Tensor):

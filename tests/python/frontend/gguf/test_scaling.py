@@ -255,10 +255,10 @@ def runner():
 
     from relax_hetero.tools.cli import cli
 
-    def run(*arguments):
+    def run(*arguments, code=0):
         result = CliRunner().invoke(cli, arguments)
-        assert result.exit_code == 0, result.output
-        return result.stdout
+        assert result.exit_code == code, result.output
+        return result.output if code else result.stdout
 
     return run
 
@@ -438,3 +438,4 @@ def test_links_and_counts_are_given(large, runner, tmp_path):
     common[3] = json.dumps(GPU)
     counted = best("--expert-counts", str(tmp_path / "counts.json"))
     assert counted[1, 1] < usual[1, 1]
+    assert "found --vdevice 2 times, expected one" in runner(*common, "--vdevice", "llvm", code=2)

@@ -43,6 +43,23 @@ def test_constants_within_others_are_aligned_before_kernels_read_them(dtype):
     np.testing.assert_array_equal(vm["main"]().numpy(), part.astype("int32"))
 
 
+def test_constants_within_others_are_aligned_where_they_are_stored():
+    """Kernels of a CPU that read them at run time load aligned vectors, too."""
+    array = np.arange(200) % 3 == 0
+    at = next(begin for begin in range(16) if (array.ctypes.data + begin) % 16 == 2)
+    mask = array[at : at + 64]
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType([64], "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            zero = relax.const(np.zeros(1, "float32"))
+            result = builder.emit_output(builder.emit(relax.op.where(relax.const(share_or_copy(mask)), x, zero)))
+        builder.emit_func_output(result)
+    values = np.arange(64, dtype="float32")
+    vm = rh.vm.VirtualMachine(rh.compile(builder.get(), cache=False))
+    np.testing.assert_array_equal(vm["main"](values).numpy(), values * mask)
+
+
 @ir_module({"kind": "cuda", "arch": "sm_90"})
 class WrittenForAGpu:
     """Its kernel reads constants only."""

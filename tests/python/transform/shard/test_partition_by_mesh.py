@@ -206,7 +206,7 @@ def test_parameters_in_parts():
     ("name", "message"),
     [
         ("llvm[0:3]", "no vdevice 'llvm:2'"),
-        ("llvm[1:1]", "expected a range"),
+        ("llvm[1:0]", "expected a range"),
         ("llvm[0-2]", "a mesh 'kind"),
         ("vdevice[0:3]", "equal targets"),
         ("llvm[0:2](2, 2)", "2 devices and the shape .* which has 4"),
@@ -587,6 +587,28 @@ def test_impure_ops_run_once():
     assert ops_of(partition_by_mesh(module)).count("relax.print") == 1
 
 
+def test_types_of_kernels_name_meshes():
+    """A kernel without a rule computes its whole result on each device, wherever the annotation stands."""
+
+    @ir_module("llvm", "llvm:1")
+    class module:
+        @T.prim_func(s_tir=True)
+        def twice(a: T.Buffer((4, 8), "float32"), b: T.Buffer((4, 8), "float32")):
+            for i, j in T.grid(4, 8):
+                with T.sblock("twice"):
+                    vi, vj = T.axis.remap("SS", [i, j])
+                    b[vi, vj] = a[vi, vj] + a[vi, vj]
+
+        @R.function
+        def main(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+            y = R.hetero.shard(R.nn.relu(x), "S[1]")
+            z = R.call_tir(module.twice, (y,), out_ty=R.Tensor((4, 8), "float32", "llvm[0:2]"))
+            return z
+
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    np.testing.assert_array_equal(rh.vm.VirtualMachine(rh.compile(module))["main"](x).numpy(), 2 * np.maximum(x, 0))
+
+
 @pytest.mark.parametrize("kind", ["branch", "loop"])
 def test_control_flow_is_refused_on_gpus(kind):
     @I.ir_module
@@ -799,6 +821,20 @@ def test_compiled_graphs_run_on_all_devices():
     for actual, expected in zip(rh.vm.VirtualMachine(exe)["main"](*x), run(mod, *x), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-4 * max(1, np.abs(expected).max()))
     assert {region.device for region in exe.metadata.regions} == {0, 1}
+
+
+def test_an_axis_that_one_axis_of_a_mesh_used_up_is_not_split_again():
+    @ir_module("llvm", "llvm:1", "llvm:2", "llvm:3")
+    def module(x: R.Tensor((2, 2), "float32", "llvm[0:4](2, 2)")):
+        with R.dataflow():
+            a = R.hetero.shard(R.nn.relu(x), "R, S[1]")
+            b = R.hetero.shard(R.negative(x), "S[1], S[0]")
+            c = R.reshape(R.add(a, b), (2, 2, 1))
+            R.output(c)
+        return c
+
+    x = fresh_rng().standard_normal((2, 2)).astype("float32")
+    np.testing.assert_array_equal(run(partition_by_mesh(module), x), run(module, x))
 
 
 def test_parts_of_segments():
