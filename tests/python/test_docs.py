@@ -69,7 +69,6 @@ for module in pkgutil.walk_packages(relax_hetero.__path__, "relax_hetero."):
 
 def run(folder):
     os.chdir(folder)
-    os.environ["RELAX_HETERO_CACHE"] = os.path.join(folder, "cache")
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.path[0] = folder
