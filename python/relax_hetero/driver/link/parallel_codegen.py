@@ -78,7 +78,7 @@ COMPACTION = "s_tir.CompactBufferAllocation"
 """TVM's pass that `compact_blocks` takes the place of."""
 # Passes that change nothing in kernels of CPUs; finding that out takes a tenth of the time of TVM's pipeline.
 # LLVM removes what RemoveNoOp does, which takes another tenth.
-_IDLE_ON_CPUS = ("tirx.RemoveNoOp",) + tuple(
+IDLE_ON_CPUS = ("tirx.RemoveNoOp",) + tuple(
     f"s_tir.{name}"
     for name in """InferFragment InjectPermutedLayout LowerAutoCopy LowerCrossThreadReduction LowerThreadAllreduce
     LowerVtcmAlloc ManifestSharedMemoryLocalStage MergeSharedMemoryAllocations ThreadSync TransformMmaBufferLayout
@@ -122,7 +122,7 @@ def _compaction() -> tvm.transform.Pass:
 
 def _without_idle_passes(context: tvm.transform.PassContext, target: Target) -> tvm.transform.PassContext:
     """A copy of a context, for another thread, without passes that would not change the target's machine code."""
-    return copy_of(context, COMPACTION, *(_IDLE_ON_CPUS if target.kind.name == "llvm" else ()))
+    return copy_of(context, COMPACTION, *(IDLE_ON_CPUS if target.kind.name == "llvm" else ()))
 
 
 def copy_of(context: tvm.transform.PassContext, *disabled: str) -> tvm.transform.PassContext:
