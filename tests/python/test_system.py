@@ -11,9 +11,9 @@ from relax_hetero import system
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# In a fork each, all modules of the package are imported where the system has another name, and lacks what only Linux or Unix has.
-# Then a model is compiled and run by two devices, exported, loaded, and found in the compile cache. TVM, other packages
-# and the linker stay those of this system.
+# In a fork for each system, all modules of the package are imported where the system has another name, and lacks what
+# only Linux or Unix has. Then a model is compiled and run by two devices, exported, loaded, and found in the compile
+# cache. TVM, other packages and the linker stay those of this system.
 PROGRAM = """
 import os, sys, pkgutil, importlib, pathlib, shutil
 
