@@ -12,7 +12,7 @@ FLAG_BLOCKS = 128
 """Maximum blocks of a kernel, each with a flag of each slot for every GPU."""
 
 LAMPORT_BYTES = 512 << 10
-"""Maximum bytes of a short operand: for longer ones, sending all to every GPU takes longer than fences."""
+"""Maximum bytes of a short operand; of more than four GPUs it is less (`tir.cuda.all_reduce.max_short_bytes`)."""
 
 SENT_FLAGS_BYTES = 16 << 10
 """Bytes of a slot for the flags of the tiles that products send, for each GPU."""

@@ -60,7 +60,7 @@ class CudaBackend(GpuBackend):
         return tvm.target.Target({"kind": self.kind, "arch": _STOCK_ARCH})
 
     def native_target(self, index: int) -> tvm.target.Target:
-        """A target with the architecture and limits of a GPU; `DEFAULT_ARCH` if it is absent."""
+        """A target with the architecture and limits of a GPU, or the first one if it is absent; else `DEFAULT_ARCH`."""
         from tvm.target import Target
 
         return Target(_native_config(self, index))
@@ -242,6 +242,14 @@ def _native_config(backend: CudaBackend, index: int) -> dict[str, object]:
 
     backend.load()
     device = tvm.cuda(index)
+    if not device.exist and (count := backend.count()):
+        first = _native_config(backend, 0)
+        _log.warning(
+            "cuda:%d: found %d %s in this machine, expected %d; code for the absent one is compiled for %s, as for "
+            'cuda:0; for another one give its target, such as {"kind": "cuda", "arch": "sm_80"}',
+            *(index, count, "GPU" if count == 1 else "GPUs", index + 1, first["arch"]),
+        )
+        return first
     if not device.exist:
         _warn_of_default_arch()
         return {"kind": backend.kind, "arch": DEFAULT_ARCH}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _ONLY_AUTO = "which only placement='auto' reads; leave it out, or give that placement"
 
 # Suffix of further variables of a node.
-_SUFFIX = re.compile(r"_[0-9a-z]+$")
+_SUFFIX = re.compile(r"(_[0-9a-z]+|@[0-9]+)$")
 
 
 @dataclass(frozen=True)

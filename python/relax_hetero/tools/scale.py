@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -133,28 +134,42 @@ def scale_command(
         figures = {"figures": costs.figures, "measured_over_expected": measured, "shared_bandwidths": rates}
         print_json({**figures, "arrangements": rows})
     else:
-        show(_tables(fitting, model.name, costs, fleet, calibration, rates))
+        is_link_known = link is not None or devices == 1 or not is_alone(vdevices)
+        show(_tables(fitting, model.name, costs, fleet, calibration, rates, is_link_known))
 
 
 def fleet_of(
     vdevice: str | dict[str, Any], hosts: int, devices: int, network: LinkCost, measure: bool = False
 ) -> tuple[list[tvm.relax.VDevice], CostModel, Fleet]:
-    """Devices of a host like one, of which there are at least two, their costs, and the fleet.
+    """Two devices like one, their costs, and the fleet.
 
-    Rates are measured if they are in this machine; `measure` also measures CPU devices that share its cores.
+    Rates are measured if the devices are in this machine; `measure` also measures CPU devices that share its cores.
     """
-    from ..frontend.auto.cost_model import CostModel
+    import tvm
+
+    from ..frontend.auto.cost_model import CostModel, with_figures_of
     from ..frontend.auto.measure_devices import sharing_figures_of
     from ..frontend.gguf.scaling import Fleet
     from ..target.make_vdevice import parse_vdevices
     from ..target.vdevice import is_cpu
 
     kind = vdevice.partition(":")[0] if isinstance(vdevice, str) else vdevice  # two devices, not one twice
-    pair = parse_vdevices([kind] * 2)
+    target = parse_vdevices(kind)[0].target
+    pair = [tvm.relax.VDevice(target, index, "global") for index in range(2)]
     costs = CostModel.measured(pair, "throughput")
+    if is_alone(pair):
+        costs = with_figures_of(costs, pair[0])
     sharing = sharing_figures_of(pair[0]) if measure and is_cpu(pair[0]) else None
     fleet = Fleet.of_vdevices(pair, costs, hosts, network, sharing)
     return pair, costs, replace(fleet, devices=devices)
+
+
+def is_alone(vdevices: Sequence[tvm.relax.VDevice]) -> bool:
+    """Return whether this machine has only the first of some devices, which are not CPUs."""
+    from ..frontend.auto.measure_devices import are_present
+    from ..target.vdevice import is_cpu
+
+    return not is_cpu(vdevices[0]) and are_present(vdevices[:1]) and not are_present(vdevices)
 
 
 def _tables(
@@ -164,6 +179,7 @@ def _tables(
     fleet: Fleet,
     calibration: Calibration | None,
     rates: list[float],
+    is_link_known: bool,
 ) -> Any:
     columns = ["tensor", "stages", "replicas", "tokens/s", "a token", "prompt", "memory", "busy", "exchanges of a step"]
     rows = [
@@ -195,6 +211,11 @@ def _tables(
         yield f"{plural(len(fitting) - _SHOWN, 'slower arrangement')} not shown; --json has all."
     source = "were measured on this machine" if costs.figures != "tables" else "are assumed (tables), not measured"
     yield f"Rates {source}; that of sums, and waits, are simulated."
+    if not is_link_known:
+        yield (
+            "The rate between devices is assumed (tables): found 1 of these devices in this machine, expected 2 to "
+            "measure it; give it as --link GB/S MICROSECONDS."
+        )
     if calibration is None:
         yield "Nothing was compiled; --measure corrects the estimates by the times of some layers on this machine."
     else:

@@ -120,6 +120,18 @@ def test_hopper_gets_the_instructions_that_only_hopper_has(monkeypatch):
     assert parse_vdevices([{"kind": "cuda"}])[0].target.arch == "sm_90a"
 
 
+def test_a_gpu_beyond_those_of_this_machine_is_taken_for_the_first(caplog, monkeypatch):
+    """The log says how many there are, instead of that there are none."""
+    ampere, absent = FakeGPU(), FakeGPU()
+    ampere.compute_version, absent.exist = "8.0", False
+    monkeypatch.setattr(tvm, "cuda", lambda index: absent if index else ampere)
+    monkeypatch.setattr(cuda.CudaBackend, "load", lambda self: True)
+    monkeypatch.setattr(cuda, "_native_config", cuda._native_config.__wrapped__)  # without its cache
+    assert [entry.target.arch for entry in parse_vdevices(["cuda", "cuda"])] == ["sm_80", "sm_80"]
+    (record,) = {record.getMessage() for record in caplog.records}
+    assert record.startswith("cuda:1: found 1 GPU in this machine, expected 2; ") and "sm_80" in record
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs an NVIDIA GPU")
 def test_cuda_describes_this_gpu():

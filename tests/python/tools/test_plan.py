@@ -131,10 +131,15 @@ def test_a_mesh_has_a_plan(large: Path):
 
 
 def test_layers_are_shared_where_gpus_reach_each_other(large: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: False)
     alone = planned_on_gpus(large, "auto")
     assert {part.device for part in alone.parts} == {"cuda:0"}
+    needed = "layers shared by 2 devices would take .* a token, but cuda:0 does not access the memory of cuda:1"
+    assert all(re.search(needed, part.reason) for part in alone.parts)
+    assert any(re.match(f"Not considered: {needed} on this machine; .*'vdevice.0:2.'", line) for line in lines(alone))
     monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: True)
     shared = planned_on_gpus(large, "auto")
+    assert not shared.excluded and "would take" not in shared.parts[1].reason
     assert {part.device for part in shared.parts} == {"cuda[0:2]"}
     assert re.fullmatch(
         "auto, fastest are layers shared by 2 devices: .* a token; layers on single devices take .*",
@@ -161,6 +166,25 @@ def test_limits_decide_how_many_stages_share_layers(large: Path, monkeypatch: py
     assert layers == sorted(layers) and 20 < layers.count("cuda[0:4]") < 28 and layers[-1] == "cuda[4:8]"
     assert all(0 <= use.left for use in limited.devices)
     assert "layers shared by 4 devices, in 2 stages" in limited.parts[1].reason
+    monkeypatch.setattr(
+        "relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: abs(gpu - peer) < 2
+    )
+    pairs = planned_on_gpus(large, "auto", count=4)
+    assert {part.device for part in pairs.parts} == {"cuda[0:2]"}
+    assert "layers shared by 4 devices would take" in pairs.excluded and "cuda:0 does not" in pairs.excluded
+    assert "memory of cuda:2 " in pairs.excluded
+
+
+def test_a_model_that_fits_only_if_gpus_without_links_share_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One layer, of which half fits on each of two GPUs."""
+    path = write_gguf(tmp_path / "model.gguf", replace(MODELS["llama"], layers=1, feed_forward=4096), "F16")
+    shared = planned_on_gpus(path, {"*": "cuda[0:2]"}).devices[0]
+    limit = shared.weights + shared.cache + shared.working
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: True)
+    assert {part.device for part in planned_on_gpus(path, "auto", limit).parts} == {"cuda[0:2]"}
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: False)
+    with pytest.raises(rh.PlacementError, match=r"layers shared by 2 devices fit, but cuda:0 does not access .*cuda:1"):
+        planned_on_gpus(path, "auto", limit)
 
 
 def test_reasons_of_single_devices_name_the_next_best(large: Path, monkeypatch: pytest.MonkeyPatch):

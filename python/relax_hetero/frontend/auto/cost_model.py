@@ -17,10 +17,11 @@ from tvm.target import Target, codegen
 from ...errors import PlacementError, VDeviceError
 from ...target.backend import backend_of
 from ...target.cpu_cores import num_cores
+from ...target.gpu_target import NVLINK_BYTES_PER_SECOND
 from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS, host_of, hosts_of
 from ...target.native_target import with_hardware
 from ...target.product_rates import QUANTIZED, product_rate
-from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
+from ...target.vdevice import is_cpu, physical
 from .measure_devices import Figures, are_present, figures_of
 from .work_graph import Work
 
@@ -158,8 +159,6 @@ class CostModel:
             See `auto_placement`.
         """
         vdevices = list(map(with_hardware, vdevices))
-        host = host_vdevice(vdevices)
-        host_index = IMPLICIT_HOST if host is None else vdevice_index(host, vdevices)
         declared = _cores_by_device(vdevices)
         cores, take_turns = declared, False
         if not hosts_of(vdevices) and sum(declared.values()) > num_cores() >= max(declared.values()):
@@ -183,9 +182,16 @@ class CostModel:
             else _default_gpu(vdevice.target)
             for vdevice in vdevices
         ]
-        ends = {**dict(enumerate(vdevices)), **({IMPLICIT_HOST: None} if host is None else {})}
+        # All CPU devices read the caller's arrays in place, but costs have one host: the fastest, the first of equals.
+        cpus = [
+            index
+            for index, vdevice in enumerate(vdevices)
+            if is_cpu(vdevice) and host_of(vdevice) == host_of(vdevices[0])
+        ]
+        host = max(cpus, key=lambda index: devices[index].flops, default=IMPLICIT_HOST)
+        ends = {**dict(enumerate(vdevices)), **({IMPLICIT_HOST: None} if host == IMPLICIT_HOST else {})}
         links = {(a, b): _default_link(ends[a], ends[b], take_turns) for a in ends for b in ends if a != b}
-        return cls(devices, links, host_index, queues=queues)
+        return cls(devices, links, host, queues=queues)
 
     @classmethod
     def measured(
@@ -279,6 +285,16 @@ def device_costs(vdevices: Sequence[tvm.relax.VDevice]) -> CostModel:
     return CostModel.measured(vdevices, "throughput", may_measure=False)
 
 
+def with_figures_of(model: CostModel, vdevice: tvm.relax.VDevice) -> CostModel:
+    """Costs of equal devices, of which only one is in this machine, with the figures that are measured of it."""
+    figures = figures_of([vdevice])
+    if figures is None:
+        return model
+    of_all = dict.fromkeys(range(len(model.devices)), figures.devices[0])
+    measured = _with_measurements(model, replace(figures, devices=of_all))
+    return replace(measured, figures=f"{measured.figures}, links from tables")
+
+
 def _with_measurements(model: CostModel, figures: Figures) -> CostModel:
     """Replace costs by measurements; CPU devices that share cores keep their flops."""
     devices = []
@@ -312,7 +328,7 @@ def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | 
     if any(on_cpu):
         # PCIe, measured between an H200 and pageable host memory; mailboxes are assumed.
         return LinkCost(20e9, 30e-6, 6e-6)
-    return LinkCost(300e9, 30e-6)  # NVLink; two H200s measured 369 GB/s for 256 MB
+    return LinkCost(NVLINK_BYTES_PER_SECOND, 30e-6)
 
 
 def _physical_device(vdevice: tvm.relax.VDevice) -> tuple[str | None, int, int]:

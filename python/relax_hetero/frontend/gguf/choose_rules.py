@@ -37,14 +37,21 @@ class ChosenRules(dict[str, str]):
     """Placement rules that were chosen by cost: patterns and devices, in order.
 
     `reasons`: pattern -> reason; `estimate`: estimate of a decoded token, in the form of `AutoPlacement.to_json`;
-    `groups`: groups of devices that share layers, None if each layer, or part of one, is on one device.
+    `groups`: groups of devices that share layers, None if each layer, or part of one, is on one device; `excluded`: a
+    faster plan that needs links which the GPUs lack, empty without one.
     """
 
     def __init__(
-        self, rules: Mapping[str, str], reasons: dict[str, str], estimate: dict[str, Any], groups: Pipeline | None
+        self,
+        rules: Mapping[str, str],
+        reasons: dict[str, str],
+        estimate: dict[str, Any],
+        groups: Pipeline | None,
+        excluded: str = "",
     ) -> None:
         super().__init__(rules)
-        self.reasons, self.estimate, self.groups = reasons, estimate, groups
+        self.reasons = {key: f"{text}; {excluded}" if excluded else text for key, text in reasons.items()}
+        self.estimate, self.groups, self.excluded = estimate, groups, excluded
 
 
 def choose_rules(problem: LayerProblem, may_share: bool = True) -> ChosenRules:
@@ -55,15 +62,25 @@ def choose_rules(problem: LayerProblem, may_share: bool = True) -> ChosenRules:
     """
     possible = _groups(problem) if may_share else ()
     timed = [(groups.decode(1, problem.search.step.cached)[0], groups) for groups in possible]
-    shared = sorted(timed, key=lambda each: each[0])
+    timed.sort(key=lambda each: each[0])
+    obstacles = {groups: _missing_link(problem.vdevices, groups) for _, groups in timed}
+    shared = [(seconds, groups) for seconds, groups in timed if not obstacles[groups]]
     try:
         alone = problem.best()
-    except PlacementError:
+    except PlacementError as error:
+        if timed and not shared:
+            groups = timed[0][1]
+            raise PlacementError(f"{error}; {_text_of(groups)} fit, but {obstacles[groups]}") from error
         if not shared:
             raise
         alone = None
-    if alone is not None and not (shared and shared[0][0] <= _MAX_SHARED_TIME * alone.seconds):
-        return _on_single_devices(problem, alone, shared)
+    is_alone = alone is not None and not (shared and shared[0][0] <= _MAX_SHARED_TIME * alone.seconds)
+    chosen_seconds = alone.seconds if alone is not None and is_alone else shared[0][0]
+    excluded = ""
+    if timed and (obstacle := obstacles[timed[0][1]]) and timed[0][0] <= _MAX_SHARED_TIME * chosen_seconds:
+        excluded = f"{_text_of(timed[0][1])} would take {time_text(timed[0][0])} a token, but {obstacle}"
+    if alone is not None and is_alone:
+        return _on_single_devices(problem, alone, shared, excluded)
     seconds, groups = shared[0]
     others = [f"{_text_of(other)} take {time_text(time)}" for time, other in shared[1:2]]
     others.append("layers on single devices " + (f"take {time_text(alone.seconds)}" if alone else "do not fit"))
@@ -71,11 +88,11 @@ def choose_rules(problem: LayerProblem, may_share: bool = True) -> ChosenRules:
     rules = rules_of(groups)
     used = groups.tensor * len(groups.stages)
     busy = {name: seconds / len(groups.stages) * (index < used) for index, name in enumerate(problem.names)}
-    return ChosenRules(rules, dict.fromkeys(rules, reason), problem.estimate(seconds, busy), groups)
+    return ChosenRules(rules, dict.fromkeys(rules, reason), problem.estimate(seconds, busy), groups, excluded)
 
 
 def _on_single_devices(
-    problem: LayerProblem, plan: LayerPlan | ExpertPlan, shared: Sequence[tuple[float, Pipeline]]
+    problem: LayerProblem, plan: LayerPlan | ExpertPlan, shared: Sequence[tuple[float, Pipeline]], excluded: str
 ) -> ChosenRules:
     """Rules of a plan without groups; the groups that are not faster are part of the reasons."""
     costs, step = problem.search.costs, problem.search.step
@@ -94,14 +111,14 @@ def _on_single_devices(
             other += f"; groups are chosen if they take less than {_MAX_SHARED_TIME:g} of its time"
     reasons = {pattern: reason + other for pattern, _, reason in rules}
     chosen = {pattern: device for pattern, device, _ in rules}
-    return ChosenRules(chosen, reasons, problem.estimate(plan.seconds, busy), None)
+    return ChosenRules(chosen, reasons, problem.estimate(plan.seconds, busy), None, excluded)
 
 
 def _groups(problem: LayerProblem) -> Iterator[Pipeline]:
     """Yield, for each number of equal GPUs that can share a layer, the fewest groups of that size that fit."""
     model, vdevices = problem.model, problem.vdevices
-    count, indices = len(vdevices), [int(vdevice.vdevice_id) for vdevice in vdevices]
-    is_alike = len({str(vdevice.target) for vdevice in vdevices}) == 1 and len(set(indices)) == count > 1
+    count, indices = len(vdevices), {int(vdevice.vdevice_id) for vdevice in vdevices}
+    is_alike = len({str(vdevice.target) for vdevice in vdevices}) == 1 and len(indices) == count > 1
     if not is_alike or not backend_of(vdevices[0].target).records_graphs or hosts_of(vdevices):
         return
     costs = problem.search.costs
@@ -115,15 +132,27 @@ def _groups(problem: LayerProblem) -> Iterator[Pipeline]:
             needed = [groups.stage_bytes[device // tensor] + problem.working[device] for device in used]
             if any(needed[device] > limit for device, limit in problem.limits.items() if device in used):
                 continue
-            if _have_peer_access(indices[: len(used)], tensor):
-                yield groups
+            yield groups
             break
 
 
-def _have_peer_access(indices: Sequence[int], tensor: int) -> bool:
-    """Return whether the GPUs of each group of consecutive ones reach each other's memory."""
+def _missing_link(vdevices: Sequence[tvm.relax.VDevice], groups: Pipeline) -> str:
+    """Two GPUs of a group that do not reach each other's memory, in words; empty if all do."""
+    indices = [int(vdevice.vdevice_id) for vdevice in vdevices[: groups.tensor * len(groups.stages)]]
+    if (pair := _unlinked(indices, groups.tensor)) is None:
+        return ""
+    names = [f"{vdevices[0].target.kind.name}:{index}" for index in pair]
+    return (
+        f"{names[0]} does not access the memory of {names[1]} on this machine; a mesh in placement=, such as "
+        f"{mesh_of(groups, 0)!r}, asks for it nevertheless"
+    )
+
+
+def _unlinked(indices: Sequence[int], tensor: int) -> tuple[int, int] | None:
+    """The first two of some GPUs, in groups of consecutive ones, that do not reach each other's memory."""
     groups = [indices[begin : begin + tensor] for begin in range(0, len(indices), tensor)]
-    return all(has_peer_access(a, b) for group in groups for a, b in permutations(group, 2))
+    pairs = ((a, b) for group in groups for a, b in permutations(group, 2))
+    return next((pair for pair in pairs if not has_peer_access(*pair)), None)
 
 
 @dataclass(frozen=True)
@@ -154,7 +183,8 @@ def choose_replicas(
     """
     fleet, indices = Fleet.of_vdevices(vdevices, costs), [int(vdevice.vdevice_id) for vdevice in vdevices]
     fitting = arrangements(file, model, cache, vdevices[0], costs, fleet, texts, limit)
-    possible = [each for each in fitting if _have_peer_access(indices, each.tensor)]
+    unlinked = {each: _unlinked(indices, each.tensor) for each in fitting}
+    possible = [each for each in fitting if unlinked[each] is None]
     if not possible:
         raise PlacementError(
             f"{file.path}: fits only if devices share layers, and these GPUs do not reach each other's memory; "
@@ -167,6 +197,10 @@ def choose_replicas(
     devices = best.tensor * best.stages
     reason = f"{_rate_of(best)} of {plural(texts, 'text')} at the same time"
     reason += f"; next best: {_rate_of(others[0])}" if others else ""
+    if (pair := unlinked[fitting[0]]) is not None:
+        reason += (
+            f"; {_rate_of(fitting[0])}, need GPUs that reach each other's memory, and {pair[0]} and {pair[1]} do not"
+        )
     batch, rules = -(-slots // best.stages), rules_of(groups) if devices > 1 else None
     return ChosenReplicas(best.replicas, devices, slots, batch, rules, reason)
 

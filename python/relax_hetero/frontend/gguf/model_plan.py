@@ -131,6 +131,7 @@ class ModelPlan:
     # Device with a limit -> pairs of a limit and tokens per second of decoding, None if the model does not fit.
     curves: dict[str, list[tuple[int, float | None]]]
     streaming: Streaming | None  # None if no experts are on a CPU beside a GPU
+    excluded: str = ""  # a faster plan that needs links which the GPUs lack; empty without one
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON data."""
@@ -158,9 +159,10 @@ def plan_model(
     if isinstance(placement, str):
         placement = choose_rules(problem)
     groups = _groups_of(problem, placement)
-    reasons = placement.reasons if isinstance(placement, ChosenRules) else {}
+    reasons, excluded = (placement.reasons, placement.excluded) if isinstance(placement, ChosenRules) else ({}, "")
     if groups is not None:
-        return _shared_plan(problem, groups, reasons.get("*", "rule '*'"), is_auto)
+        plan = _shared_plan(problem, groups, reasons.get("*", "rule '*'"), is_auto)
+        return replace(plan, excluded=excluded)
     layout = _layout(problem, placement, reasons)
     # More memory brings the same on each of several equal devices.
     kinds = {(repr(costs.devices[device]), limit): device for device, limit in reversed(limits.items())}
@@ -190,6 +192,7 @@ def plan_model(
         more=tuple(_more_memory(problem, layout, device) for device in limited),
         curves={problem.names[device]: _curve(problem, device) for device in limited},
         streaming=streaming,
+        excluded=excluded,
     )
 
 

@@ -25,7 +25,7 @@ from ...display.text import bytes_text, plural
 from ...errors import PlacementError
 from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS
 from ...target.vdevice import is_cpu
-from ...tir.cuda.all_reduce import all_reduce_seconds, is_short_sum
+from ...tir.cuda.all_reduce import all_reduce_seconds, max_short_bytes
 from ..auto.cost_model import CostModel, LinkCost
 from ..auto.measure_devices import SharingFigures
 from ..auto.simulate import Task, simulate
@@ -521,7 +521,7 @@ class Pipeline:
         seconds = nbytes / self._fleet.link.bandwidth
         if self._fleet.sum_seconds is not None:
             return self._fleet.sum_seconds + (self.tensor - 1) * seconds
-        return all_reduce_seconds(self.tensor, seconds, is_short_sum(nbytes))
+        return all_reduce_seconds(self.tensor, seconds, nbytes <= max_short_bytes(self.tensor))
 
     def _gathered(self, texts: int) -> tuple[str, int]:
         """Values that devices exchange to find greedy tokens, and their bytes: the largest logit of each device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +30,7 @@ SECTIONS = ("ops", "transfers", "collectives", "encodings", "kernels", "commands
 ALL = "all"
 
 _NO_COLLECTIVES = 'No collectives over GPUs. Values cross between other devices by copies, which "transfers" lists.'
+_PART_NUMBER = re.compile(r"@[0-9]+$")  # of a value on a further device of a mesh
 _MAX_OVERVIEW_ROWS = 12
 _MAX_LISTED_KINDS = 5
 FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
@@ -173,7 +175,7 @@ class Explanation:
 
     def _overview(self) -> Iterator[Shown]:
         yield self._device_table()
-        if len(self.of_kind("op")) <= _MAX_OVERVIEW_ROWS:
+        if len(self._ops()) <= _MAX_OVERVIEW_ROWS:
             yield self._op_table()
         else:
             yield table("Placement", ["device", "ops", "kinds", "why"], self._placement_rows(), right=["ops"])
@@ -217,16 +219,30 @@ class Explanation:
 
     def _op_table(self) -> Shown:
         columns = ["variable", "op", "device", "bytes", "why"]
-        return table("Ops", columns, _rows(self.of_kind("op"), "variable", "op", "device"), ["bytes"])
+        rows = [{**parts[0], "device": _device_text(parts)} for parts in self._ops()]
+        return table("Ops", columns, _rows(rows, "variable", "op", "device"), ["bytes"])
+
+    def _ops(self) -> list[list[Mapping[str, Any]]]:
+        """Ops, each with its entries on all devices that compute a part of it: those of ``x``, ``x@1``, and so on."""
+        ops: defaultdict[tuple[str, str, str], list[list[Mapping[str, Any]]]] = defaultdict(list)
+        ordered = []
+        for entry in self.of_kind("op"):
+            name = _PART_NUMBER.sub("", entry["variable"])
+            same = ops[entry["function"], name, entry["op"]]
+            if not same or name == entry["variable"] or any(entry["device"] == part["device"] for part in same[-1]):
+                same.append([])
+                ordered.append(same[-1])
+            same[-1].append(entry)
+        return ordered
 
     def _placement_rows(self) -> list[list[str]]:
         """Ops grouped by device and reason, largest groups first."""
         groups: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        for entry in self.of_kind("op"):
-            reason = entry["reason"]
+        for parts in self._ops():
+            op, reason = parts[0]["op"], parts[0]["reason"]
             # Figures of automatic placement differ for each op; the table of ops has them.
             general = reason.partition(": ")[0] if reason.startswith(AUTO) else reason
-            groups[entry["device"], general][entry["op"].removeprefix("relax.").removeprefix("nn.")] += 1
+            groups[_device_text(parts), general][op.removeprefix("relax.").removeprefix("nn.")] += 1
         rows = [
             [device, f"{kinds.total():,}", _list_kinds(kinds), reason]
             for (device, reason), kinds in sorted(groups.items(), key=lambda group: -group[1].total())
@@ -364,6 +380,17 @@ def _estimate_line(estimate: Mapping[str, Any]) -> str:
         f"Placed for {estimate['objective']} by the cost model: {time} {estimate['seconds'] * 1e3:.3g} ms; "
         f"{'; '.join(lines)}."
     )
+
+
+def _device_text(parts: Sequence[Mapping[str, Any]]) -> str:
+    """The device of an op's only part, or the range of devices that compute a part each."""
+    devices = [part["device"] for part in parts]
+    if len(devices) == 1:
+        return str(devices[0])
+    kind, _, first = devices[0].rpartition(":")
+    if kind and devices == [f"{kind}:{int(first) + number}" for number in range(len(devices))]:
+        return f"each of {kind}[{first}:{int(first) + len(devices)}]"
+    return f"each of {', '.join(devices)}"
 
 
 def _list_kinds(kinds: Counter[str]) -> str:

@@ -57,6 +57,8 @@ def lines(plan: ModelPlan) -> Iterator[str]:
     )
     if any("[" in part.device for part in plan.parts):
         yield "Bytes of parts on a mesh are those of one of its devices."
+    if plan.excluded:
+        yield f"Not considered: {plan.excluded}."
     for more in plan.more:
         yield _more_line(plan, more)
     if plan.streaming is not None:

@@ -72,7 +72,7 @@ from ...artifact.peer_layout import (
     state_offset,
 )
 from ...encoding.problem import SentSum
-from ...target.gpu_target import WARP
+from ...target.gpu_target import NVLINK_BYTES_PER_SECOND, WARP
 from ..core.builder import Function, int64
 from .core.launch import WAIT, enable_pdl
 from .loops.launch import launch
@@ -90,6 +90,8 @@ _ROW_THREADS = (WARP, 128, 256, 512, _MAX_THREADS)
 
 _SHORTEST_SECONDS = 2.5e-6
 """Time of the shortest all-reduce in a graph (`apps/bench/collectives.py`, two H200s)."""
+_FLAG_SECONDS = 4.6e-6
+"""Time by which the flags of a long one exceed that (16 KB, 8 MB and 32 MB took 2.2, 30.6 and 102 us)."""
 
 _MAX_VECTORS = 4
 """Maximum registers of a thread for a row, in fours of numbers."""
@@ -643,7 +645,13 @@ class AllReduce:
     @property
     def is_short(self) -> bool:
         """True if every GPU adds all; else each adds its part of the rows."""
-        return is_short_sum(4 * self.count)
+        return 4 * self.count <= self.max_short_bytes
+
+    @property
+    def max_short_bytes(self) -> int:
+        """Maximum bytes of a short operand; GPUs do not share rows that they cannot share equally."""
+        is_equal = self.count // max(1, self.width) % self.ranks == 0
+        return max_short_bytes(self.ranks) if is_equal else LAMPORT_BYTES
 
     @property
     def sum_shape(self) -> tuple[int, ...]:
@@ -753,9 +761,14 @@ def supports(count: int, dtype: str) -> bool:
     return dtype == "float32" and count % 4 == 0 and 0 < count < 1 << 31
 
 
-def is_short_sum(nbytes: float) -> bool:
-    """Return whether every GPU adds all of an operand of so many bytes; else each adds its part of the rows."""
-    return nbytes <= LAMPORT_BYTES
+def max_short_bytes(ranks: int) -> int:
+    """Maximum bytes of an operand that every GPU adds; of a longer one, each adds its part of the rows.
+
+    Up to these, `all_reduce_seconds` over NVLink is as short. vLLM's limits of such sums are 512 KB for up to four
+    GPUs, and 256 KB for eight.
+    """
+    sent = (ranks - 1) * (1 - 2 / ranks)  # operands that a GPU sends more
+    return min(LAMPORT_BYTES, int(_FLAG_SECONDS * NVLINK_BYTES_PER_SECOND / sent)) if sent else LAMPORT_BYTES
 
 
 def all_reduce_seconds(ranks: int, link_seconds: float, is_short: bool) -> float:
@@ -768,10 +781,11 @@ def all_reduce_seconds(ranks: int, link_seconds: float, is_short: bool) -> float
     link_seconds : float
         Time of the operand's bytes over the link between two GPUs.
     is_short : bool
-        Whether each GPU sends all of its operand to every other one (`is_short_sum`), instead of their rows before,
+        Whether each GPU sends all of its operand to every other one (`max_short_bytes`), instead of their rows before,
         and its own rows of the sum after it is added.
     """
-    return _SHORTEST_SECONDS + (ranks - 1) * link_seconds * (1 if is_short else 2 / ranks)
+    sent = (ranks - 1) * link_seconds
+    return _SHORTEST_SECONDS + (sent if is_short else _FLAG_SECONDS + sent * 2 / ranks)
 
 
 def slots_of(count: int) -> list[int]:

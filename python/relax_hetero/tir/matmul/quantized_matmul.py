@@ -121,6 +121,8 @@ def emit_tile(spec: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
     parallel_chains = max(1, min(min(FMAS_IN_FLIGHT, spec.free) // count, whole_chains))
     if spec.lanes <= 4:
         parallel_chains = min(parallel_chains, MAX_NARROW_CHAINS)
+    if _prefetches(spec) and spec.chain > MAX_PREFETCHED_CHAIN:
+        parallel_chains = 1  # memory is read faster in order (`CpuTarget.weight_prefetch`)
     for index in range(count):
         sums.totals[index] = zeros("float32", spec.lanes)
 
@@ -155,25 +157,14 @@ def _emit_chains(
         for start in starts
     ]
     rows = [[materialize(spec.lhs.address({"m": row, "k": start})) for row in left_rows] for start in starts]
-    # The C target lacks prefetching (and vectors).
-    has_few_rows = isinstance(spec.m, int) and spec.rows_of_matrix <= reader.prefetch.max_rows
-    prefetches = spec.lanes > 1 and has_few_rows and reader.is_prefetched
-    prefetches_chain = prefetches and spec.chain <= MAX_PREFETCHED_CHAIN
+    prefetch = partial(reader.prefetch_weights, panel, distance=reader.prefetch.distance) if _prefetches(spec) else None
+    prefetches_chain = spec.chain <= MAX_PREFETCHED_CHAIN
     chain_sums = VectorTile(FLOAT32_FMA, accs, tile.rows, spec.vectors, lanes)
     chain_sums.clear(banks=len(chains))
 
-    if prefetches_chain:
+    if prefetch is not None and prefetches_chain:
         for start in starts:
-            reader.prefetch_weights(panel, start, spec.chain, reader.prefetch.distance)
-
-    # Parallel chains share the distance, and a chain's end prefetches the beginning of a chain after all of these.
-    distance = reader.prefetch.distance // len(chains)
-
-    def prefetch_group(start: Expr, number: Expr) -> None:
-        at = number * plan.group
-        chains_ahead = (at + distance * plan.superblock_size // plan.offsets["end"]) // spec.chain
-        skipped = chains_ahead * ((len(chains) - 1) * spec.chain)
-        reader.prefetch_weights(panel, start + at + skipped, plan.group, distance)
+            prefetch(start, spec.chain)
 
     def left(row_starts: list[Expr], at_k: Expr, i: int) -> Expr:
         return spec.lhs.data[row_starts[i] + at_k]
@@ -185,8 +176,8 @@ def _emit_chains(
         readers = []
         for start, start_in_superblock, superblock in zip(starts, starts_in_superblock, superblocks, strict=True):
             group_index = materialize(start_in_superblock // plan.group + number)
-            if prefetches and not prefetches_chain:
-                prefetch_group(start, number)
+            if prefetch is not None and not prefetches_chain:
+                prefetch(start + number * plan.group, plan.group)
             readers.append([reader.group(superblock, group_index, j) for j in range(spec.vectors)])
         for step in range(steps):
             for c in range(len(chains)):
@@ -214,6 +205,13 @@ def _emit_chains(
                 if minimum is not None:
                     row_sum = sums.row_sums[materialize((row - tile.block.begin) * spec.chains + chain)]
                     sums.totals[number] = sums.totals[number] + minimum * broadcast(row_sum, lanes)
+
+
+def _prefetches(spec: BlockSpec) -> bool:
+    """Return whether weights are prefetched: for few rows. The C target lacks prefetching (and vectors)."""
+    prefetch = spec.reader.prefetch
+    has_few_rows = isinstance(spec.m, int) and spec.rows_of_matrix <= prefetch.max_rows
+    return spec.lanes > 1 and has_few_rows and spec.reader.is_prefetched
 
 
 def _finish(spec: BlockSpec, tile: BlockTile, totals: Registers) -> None:

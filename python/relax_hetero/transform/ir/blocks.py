@@ -27,8 +27,18 @@ from .rewriting import (
 )
 
 
+class _Variables:
+    """Variables of a block."""
+
+    is_dataflow: bool
+
+    def new_var(self, name: str, ty: tvm.ir.Type) -> relax.Var:
+        """Make a variable for a binding of the block."""
+        return (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
+
+
 @dataclass
-class Block:
+class Block(_Variables):
     """The bindings of one block of a function, and their users."""
 
     bindings: list[relax.Binding]
@@ -64,10 +74,6 @@ class Block:
         users = self.users.get(var, [])
         return users[0] if len(users) == 1 and self.is_local(var) else None
 
-    def new_var(self, name: str, ty: tvm.ir.Type) -> relax.Var:
-        """Make a variable for a binding of the block."""
-        return (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
-
     def is_local(self, var: relax.Var) -> bool:
         """Return whether nothing after the block uses `var`."""
         return var not in self.used_later and (not self.is_dataflow or isinstance(var, relax.DataflowVar))
@@ -77,7 +83,7 @@ Rewrite = Callable[[Block], "list[relax.Binding] | None"]
 
 
 @dataclass
-class Emitter:
+class Emitter(_Variables):
     """New bindings of a block, each with its type."""
 
     is_dataflow: bool
@@ -96,10 +102,6 @@ class Emitter:
     def bind(self, var: relax.Var, value: relax.Expr) -> None:
         """Bind `value` to a variable that exists already."""
         self.bindings.append(relax.VarBinding(var, value))
-
-    def new_var(self, name: str, ty: tvm.ir.Type) -> relax.Var:
-        """Make a variable for a binding of the block."""
-        return (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
 
     def reshape(self, x: relax.Expr, shape: Sequence[Any], name: str) -> relax.Var:
         """Reshape `x`."""

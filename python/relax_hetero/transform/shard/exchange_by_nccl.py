@@ -43,7 +43,7 @@ from tvm import relax, tirx
 
 from ...artifact.collectives import ALL_REDUCE_OP, ASKED_FOR, CUSTOM, EXCHANGE_OP, NCCL, CollectiveSpec, check_strategy
 from ...artifact.nccl_layout import NCCL_MEMORY, Collective, to_numbers, transfers
-from ...artifact.peer_layout import LAMPORT_BYTES, PEER_MEMORY
+from ...artifact.peer_layout import PEER_MEMORY
 from ...errors import BuildError
 from ...target.vdevice import vdevice_index, vdevices_of
 from ...tir.cuda.all_reduce import ALL_REDUCE, RankReduce
@@ -123,7 +123,7 @@ def collectives_of(mod: tvm.IRModule) -> list[CollectiveSpec]:
             reduce, operands = own.reduce, binding.value.args[1].fields
             joined = ["norm"] * (reduce.norm is not None) + ["residual"] * reduce.has_residual
             algorithm = "NCCL" if own.why else "one-shot" if reduce.is_short else "two-shot"
-            why = own.why or f"{'up to' if reduce.is_short else 'more than'} {LAMPORT_BYTES >> 10} KB"
+            why = own.why or f"{'up to' if reduce.is_short else 'more than'} {reduce.max_short_bytes >> 10} KB"
             mesh = next(meshes[operand] for operand in operands if operand in meshes)
             name = str(binding.var.name).removesuffix("_and_norm")
             collectives.append(

@@ -23,7 +23,7 @@ from ...op.sharding import SHARD
 from ...op.traits import traits_of
 from ...providers import provided
 from ...target.backend import backend_of
-from ...tir.cuda.all_reduce import all_reduce_seconds, is_short_sum
+from ...tir.cuda.all_reduce import AllReduce, all_reduce_seconds
 from ..ir.blocks import used_vars
 from ..ir.rewriting import op_name, tensor_types
 from .sharding import known
@@ -76,7 +76,7 @@ class ShardingCosts:
         nbytes = nbytes_of(call.ty)
         if not self._has_kernels(call.ty, group):
             return self._costs.transfer_seconds(nbytes * (len(group) - 1), group[0], group[1])
-        is_short = is_short_sum(nbytes)
+        is_short = AllReduce(tuple(_extents(call.ty)), len(group)).is_short
         is_half = str(call.args[0].ty.dtype) == "float16" and not is_short
         return self._kernel_seconds(nbytes / 2 if is_half else nbytes, group, is_short)
 

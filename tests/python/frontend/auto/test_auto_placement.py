@@ -13,6 +13,7 @@ from frontend.plan_problems import links
 from relax_hetero.frontend import CostModel, DeviceCost, auto_placement
 from relax_hetero.frontend.auto import cost_model
 from relax_hetero.target.vdevice import VDevice, native, parse_vdevices
+from relax_hetero.transform.ir.remarks import remarks_of
 
 GPU = {"kind": "cuda", "arch": "sm_90"}
 
@@ -127,6 +128,14 @@ def test_every_row_has_its_reason(tmp_path):
     assert not any("annotation of" in entry["reason"] for entry in about.placement)
 
 
+@pytest.mark.usefixtures("free_exchanges")
+def test_parts_on_a_mesh_have_the_reason_of_their_node():
+    module = rh.from_onnx(mlp(4, 16, 2), ONE_CORE, {"*": "llvm[0:2]"})
+    entries = [entry for entry in remarks_of(module).placement.entries if entry.kind == "op"]
+    assert {entry.device for entry in entries if "@" in entry.variable} == {"llvm:1"}
+    assert {entry.reason for entry in entries} == {"rule '*'"}
+
+
 def test_staying_saves_transfers():
     model = CostModel([DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e12, 0)], links(2, 0, latency=1), 0)
     plan = auto_placement(mlp(4, 8, 1), ["llvm", "llvm"], model)
@@ -180,6 +189,13 @@ def test_one_call_of_the_same_stays_on_one_device():
     assert plan.objective == "latency"
     assert plan.estimate_seconds == plan.single_device_estimates[used]
     assert plan.busy_seconds[used] == pytest.approx(plan.estimate_seconds)
+
+
+@pytest.mark.parametrize(("devices", "chosen"), [(ONE_CORE, "llvm:0"), (["c", *ONE_CORE], "llvm:0")])
+def test_of_equal_cpus_the_first_is_taken(devices, chosen):
+    """All read the caller's arrays in place; a slower device before them changes nothing."""
+    plan = auto_placement(mlp(64, 512, 2), devices)
+    assert set(plan.assignments.values()) == {chosen}
 
 
 def test_one_call_overlaps_independent_branches_where_devices_have_cores_of_their_own(monkeypatch):

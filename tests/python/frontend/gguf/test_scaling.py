@@ -18,7 +18,7 @@ import relax_hetero as rh
 from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
 from relax_hetero.display.text import bytes_text, time_text
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
-from relax_hetero.frontend.auto.measure_devices import SharingFigures
+from relax_hetero.frontend.auto.measure_devices import DeviceFigures, Figures, SharingFigures
 from relax_hetero.frontend.gguf.choose_rules import choose_replicas
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameters_of
@@ -232,6 +232,25 @@ def test_a_device_with_a_number_stands_for_its_kind():
     assert fleet.link.bandwidth < math.inf and len(costs.devices) == 2 and fleet.devices == 8
 
 
+def test_of_a_device_alone_only_the_link_is_assumed(large, runner, monkeypatch):
+    """One GPU in this machine: its figures count for all, and the command says what the link's would need."""
+    figures = Figures({0: DeviceFigures({"float32": 1e13, "float16": 2e14}, 3e12, 2e-6, 5e-5)}, {})
+    for module in ("cost_model", "measure_devices"):
+        name = f"relax_hetero.frontend.auto.{module}.are_present"
+        monkeypatch.setattr(name, lambda vdevices: [int(each.vdevice_id) for each in vdevices] == [0])
+    monkeypatch.setattr("relax_hetero.frontend.auto.cost_model.figures_of", lambda vdevices, *_: figures)
+    monkeypatch.setattr("relax_hetero.frontend.auto.auto_placement.are_present", lambda vdevices: False)
+    vdevices, costs, fleet = fleet_of(GPU, 1, 8, SLOW)
+    assert [int(vdevice.vdevice_id) for vdevice in vdevices] == [0, 1]
+    assert [cost.bandwidth for cost in costs.devices] == [3e12, 3e12] and costs.figures == "measured, links from tables"
+    assert fleet.link.bandwidth == CostModel.for_vdevices(vdevices).links[0, 1].bandwidth
+    common = ["scale", str(large[0]), "--vdevice", json.dumps(GPU), "--devices", "2", "--memory-limit", "80GiB"]
+    shown = " ".join(runner(*common).split())
+    assert "Rates were measured" in shown
+    assert "found 1 of these devices in this machine, expected 2 to measure it; give it as --link GB/S" in shown
+    assert "expected 2" not in runner(*common, "--link", "200", "5")
+
+
 @pytest.fixture
 def runner():
     from click.testing import CliRunner
@@ -283,7 +302,9 @@ def test_replicas_are_chosen_by_rates_and_limits(large):
 
 
 def test_replicas_where_gpus_do_not_reach_each_other(large):
-    assert chosen(large, 4, 256).rules is None or "[" not in str(chosen(large, 4, 256).rules)
+    best = chosen(large, 4, 256)
+    assert best.rules is None or "[" not in str(best.rules)
+    assert "need GPUs that reach each other's memory, and 0 and 1 do not" in best.reason
 
 
 def test_replicas_without_texts_are_idle(large):
@@ -367,13 +388,14 @@ def test_rates_of_products_follow_from_a_prefill(large):
 
 
 def test_long_sums_are_shared_by_rows(large):
-    """Each GPU sends and receives most of an operand once or twice, however many GPUs there are."""
-    _, pair = pipeline(large, 2, 1)
-    _, four = pipeline(large, 4, 1)
-    for nbytes, factor in (512 << 10, 3), (64 << 20, 1.5):
-        start = four.sum_seconds(0)
-        assert four.sum_seconds(nbytes) - start == pytest.approx(factor * nbytes / FAST.bandwidth)
-        assert pair.sum_seconds(nbytes) - start == pytest.approx(nbytes / FAST.bandwidth)
+    """Each GPU sends and receives most of an operand once or twice, however many GPUs there are, and flags."""
+    short, flags = {2: (512, 1), 4: (512, 3), 8: (256, 7)}, 4.6e-6
+    for count, (kilobytes, others) in short.items():
+        _, group = pipeline(large, count, 1)
+        start = group.sum_seconds(0)
+        for nbytes, factor, more in (kilobytes << 10, others, 0.0), (64 << 20, 2 * others / count, flags):
+            assert group.sum_seconds(nbytes) - start == pytest.approx(factor * nbytes / FAST.bandwidth + more)
+        assert group.sum_seconds(512 << 10) - start < 512e3 / FAST.bandwidth * 4 + flags
 
 
 def test_frequent_experts_are_read_once_by_a_batch(large):

@@ -61,6 +61,22 @@ def test_every_op_is_printed_with_its_reason(sections: tuple[str, ...]):
     assert "3 ops on 2 devices, 1 transfer of 16 B in all." in shown
 
 
+def test_an_op_over_a_mesh_is_listed_once_with_its_devices():
+    """Its parts on further devices are ``y@1``, ``y@2``; other values of one name, or on other devices, are rows."""
+    placed = [("y", 0), ("y@1", 1), ("z@1", 1), ("z@3", 3), ("a", 0), ("a", 1), ("b", 0), ("b@1", 0), ("y@2", 2)]
+    entries = [entry("op", name, f"cuda:{device}", 16) for name, device in placed]
+    targets = {f"cuda:{device}": '{"kind":"cuda","arch":"sm_90"}' for device in range(4)}
+    shown = shown_of(Explanation("m", targets, entries), "ops")
+    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in shown.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["y", "relax.add", "each of cuda[0:3]"],
+        ["z@1", "relax.add", "each of cuda:1, cuda:3"],
+        *(["a", "relax.add", "cuda:0"], ["a", "relax.add", "cuda:1"]),
+        *(["b", "relax.add", "cuda:0"], ["b@1", "relax.add", "cuda:0"]),
+    ]
+    assert "9 ops on 4 devices" in shown
+
+
 def test_all_is_every_section():
     shown = shown_of(EXPLANATION, "all")
     for text in ("because of [a]", "because of [b]", "because of [a_cuda]", "2.0 KiB", "cuda sm_90"):

@@ -134,9 +134,12 @@ needs_zen5 = pytest.mark.skipif(not runs_here("vnni"), reason="this CPU lacks in
 @needs_zen5
 @pytest.mark.parametrize("rows", [1, 2, 8])
 def test_each_line_of_weights_is_prefetched_once(rows, monkeypatch, tmp_path):
-    """Except for the first ones of all, also with chains in parallel (four of one row, two of two rows)."""
+    """Except for the first ones of all: a tile of any number of rows reads a panel in order."""
+
+    written = []
 
     def count(buffer, index):
+        written.append(index)
         T.buffer_store(buffer, buffer[index] + tirx.const(1, "int8"), [index])
 
     monkeypatch.setattr(weight_unpacking, "prefetch", count)
@@ -146,6 +149,7 @@ def test_each_line_of_weights_is_prefetched_once(rows, monkeypatch, tmp_path):
     memory = np.zeros(packed.nbytes + after + 64, "uint8")
     memory = memory[-memory.ctypes.data % 64 :][: packed.nbytes + after]
     function = kernel(quantized_matmul_kernel(problem_of(weights, rows, 32), cpu_named("vnni")), "vnni", tmp_path)
+    assert len(written) == 8  # a group of one chain
     result = tvm.runtime.tensor(np.empty((rows, 128), "float32"))
     view = memory[: packed.nbytes].view(packed.dtype).reshape(packed.shape)
     function(tvm.runtime.tensor(np.zeros((rows, 2048), "float32")), tvm.runtime.from_dlpack(view), result)
@@ -169,5 +173,5 @@ def test_prefetched_rows_depend_on_the_cpu():
 @needs_zen5
 @pytest.mark.parametrize(("form", "rows"), [("f16", 1), ("bf16", 2), ("f16", 11)])
 def test_prefetches_with_ragged_ends(form, rows, tmp_path):
-    """A rest of parallel chains, of a chain and of columns."""
+    """A rest of a chain and of columns."""
     check(of_file(form, 37, 5 * 256 + 67), rows, "vnni", tmp_path)

@@ -10,7 +10,15 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from modules import calls_of, ir_module, ops_of
-from relax_hetero.tir.cuda.all_reduce import ALL_REDUCE, AllReduce, RankReduce, RowNorm
+from relax_hetero.target.gpu_target import NVLINK_BYTES_PER_SECOND
+from relax_hetero.tir.cuda.all_reduce import (
+    ALL_REDUCE,
+    AllReduce,
+    RankReduce,
+    RowNorm,
+    all_reduce_seconds,
+    max_short_bytes,
+)
 from relax_hetero.transform.ir.kernels import called_prim_func
 from relax_hetero.transform.ir.op_names import TRANSFER
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
@@ -329,6 +337,15 @@ def test_blocks_cover_all_rows_and_fit_the_gpu(shape, ranks):
         assert reduce.slot_bytes >= 4 * reduce.count // (1 if reduce.is_short else ranks)
         if reduce.norm is not None or reduce.has_residual:
             assert reduce.row * 4 == shape[-1]
+
+
+def test_the_limit_of_short_sums_is_where_both_kinds_take_the_same_time():
+    """As long as memory allows; rows that GPUs cannot share equally are not shared up to there."""
+    assert [max_short_bytes(ranks) >> 10 for ranks in (2, 3, 4, 6, 8)] == [512, 512, 512, 404, 256]
+    seconds = max_short_bytes(8) / NVLINK_BYTES_PER_SECOND
+    assert all_reduce_seconds(8, seconds, True) == pytest.approx(all_reduce_seconds(8, seconds, False), rel=1e-5)
+    kinds = {(32, 2): True, (32, 4): True, (16, 8): True, (24, 8): False, (23, 8): True, (33, 8): False}
+    assert {(rows, ranks): AllReduce((rows, 4096), ranks).is_short for rows, ranks in kinds} == kinds
 
 
 def test_a_slot_holds_the_first_pass_of_a_lone_sum():
