@@ -107,4 +107,10 @@ class HostError(HeteroError):
     """A host of a cluster that cannot be started, or has died."""
 
 
+def first_line(error: BaseException) -> str:
+    """Type of an error, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
 register_error("relax_hetero.HeteroError", HeteroError)

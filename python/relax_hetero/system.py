@@ -178,12 +178,7 @@ _HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd
 class OpenFolder:
     """An open folder, a context; its files are found even if its path is replaced, except on Windows.
 
-    Raises
-    ------
-    OSError
-        A folder that is missing or cannot be read.
-    ValueError
-        A path with a NUL character.
+    Raises OSError for a folder that is missing or cannot be read. Raises ValueError for a path with a NUL character.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -284,10 +279,7 @@ def read_at(file: BinaryIO, nbytes: int, offset: int) -> bytes:
 def copy_to_memory(file: BinaryIO) -> int:
     """Copy a file to memory that no other process can change (a deleted temporary file where there is none).
 
-    Returns
-    -------
-    int
-        Descriptor of the copy, which the caller closes.
+    Returns the descriptor of the copy, which the caller closes.
     """
     has_memory = hasattr(os, "memfd_create")
     if has_memory:
@@ -316,11 +308,8 @@ def path_of_open_file(descriptor: int) -> str | None:
 
 # Libraries.
 
-LIBRARY_SUFFIX = ".dll" if IS_WINDOWS else ".dylib" if IS_MACOS else ".so"
-"""Suffix of shared libraries."""
-
-LIBRARY_SUFFIXES = (".so", ".dylib", ".dll")
-"""Suffixes of shared libraries on all systems."""
+LIBRARY_SUFFIX = ".dll" if IS_WINDOWS else ".dylib" if IS_MACOS else ".so"  # suffix of shared libraries
+LIBRARY_SUFFIXES = (".so", ".dylib", ".dll")  # suffixes of shared libraries on all systems
 
 LINK_OPTIONS = ("-shared", *(() if IS_WINDOWS else ("-fPIC",)), *(("-undefined", "dynamic_lookup") if IS_MACOS else ()))
 """Options of a C compiler that links a shared library, whose symbols of TVM are found when it is loaded."""

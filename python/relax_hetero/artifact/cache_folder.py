@@ -33,8 +33,7 @@ from .typed_data import read_json
 
 _log = logging.getLogger("relax_hetero")
 
-FOLDER_VARIABLE = "RELAX_HETERO_CACHE"
-"""Environment variable with the cache folder of this library, or ``off``."""
+FOLDER_VARIABLE = "RELAX_HETERO_CACHE"  # environment variable with the cache folder of this library, or ``off``
 LIMIT_VARIABLE = "RELAX_HETERO_CACHE_SIZE"
 """Environment variable with the maximum size of the folder: bytes, or ``500M``, ``20G``."""
 DEFAULT_LIMIT_BYTES = 10 << 30
@@ -46,10 +45,8 @@ _KEY = re.compile(r"[0-9a-f]{40}")
 _DRAFT = r"\.[0-9a-f]{40}\.(so|json|cubin|figures)\.[0-9a-f]{32}"
 _SUFFIXES = ("so", "json", "hits")
 _MAX_DESCRIPTION_BYTES = 1 << 20
-# Folders for which a warning was logged.
-_refused: set[Path] = set()
-_STALE_SECONDS = 3600.0
-"""Age of a draft after which its writer counts as dead."""
+_refused: set[Path] = set()  # folders for which a warning was logged
+_STALE_SECONDS = 3600.0  # age of a draft after which its writer counts as dead
 
 
 @dataclass(frozen=True)
@@ -84,17 +81,8 @@ class CacheFolder:
     def add(self, key: str, write: Callable[[Path], None], description: dict[str, Any]) -> None:
         """Store an executable, and evict others beyond the limit.
 
-        Parameters
-        ----------
-        write : callable
-            Function that writes the given file atomically.
-        description : dict of str to object
-            JSON data, for people.
-
-        Raises
-        ------
-        OSError
-            A folder that cannot be made or written.
+        `write`: function that writes the given file atomically. `description`: JSON data, for people. Raises OSError
+        for a folder that cannot be made or written.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.opened() as folder:
@@ -224,16 +212,9 @@ def _description(folder: OpenFolder, key: str) -> dict[str, Any]:
 def resolve_cache_folder(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder | None:
     """The compile cache's folder that an argument ``rh.compile(cache=...)`` selects; None without a cache.
 
-    Parameters
-    ----------
-    cache : bool or str or PathLike of str, optional
-        Folder. None and True stand for ``executables`` in the environment's folder, which is by default
-        ``relax_hetero`` among the user's caches. False, or ``RELAX_HETERO_CACHE=off``, disables the cache.
-
-    Raises
-    ------
-    BuildError
-        An invalid folder name, or an invalid size in the environment.
+    `cache`: folder. None and True stand for ``executables`` in the environment's folder, which is by default
+    ``relax_hetero`` among the user's caches. False, or ``RELAX_HETERO_CACHE=off``, disables the cache. Raises
+    BuildError for an invalid folder name, or an invalid size in the environment.
     """
     named = os.environ.get(FOLDER_VARIABLE, "").strip()
     if cache is False or named.lower() in _OFF:

@@ -7,7 +7,7 @@ from typing import Any
 
 from .commands import ARENA, DIRECT, SLOT, Copy, Dispatch, Fill, Reference, RegionSpec
 from .metadata import DeviceSpec, Metadata
-from .model_graph import check_graph
+from .model_graph import check_graph, expect
 from .schedule import Schedule
 from .signature import FunctionSignature, TensorSpec, tensors_of
 from .typed_data import check_types, read_json
@@ -101,10 +101,7 @@ def read_metadata(text: str) -> Metadata:
 def check_metadata(metadata: Metadata) -> None:
     """Refuse metadata with references to absent devices, constants, kernels, slots or values.
 
-    Raises
-    ------
-    ValueError
-        The first invalid reference.
+    Raises ValueError for the first invalid reference.
     """
     check_types(metadata)
     for name, form in FORMS.items():
@@ -114,13 +111,13 @@ def check_metadata(metadata: Metadata) -> None:
     for device in metadata.devices:
         _check_device(device)
     devices = range(-1, len(metadata.devices))
-    _expect(metadata.host_index, devices, "host_index")
+    expect(metadata.host_index, devices, "host_index")
     _expect_all(metadata.optional, range(len(metadata.devices)), "an optional device")
     if metadata.alignment < 1 or metadata.alignment & (metadata.alignment - 1):
         raise ValueError(f"alignment is {metadata.alignment}, expected a power of two")
     for constant in metadata.constants:
         where = f"constant {constant.name!r}"
-        _expect(constant.device, devices, f"the device of {where}")
+        expect(constant.device, devices, f"the device of {where}")
         if any(size < 0 for size in constant.shape):
             raise ValueError(f"{where} has the shape {list(constant.shape)}, expected sizes >= 0")
         indices = [entry for entry in constant.addresses or () if isinstance(entry, int)]
@@ -128,8 +125,8 @@ def check_metadata(metadata: Metadata) -> None:
     for symbol, dispatch in metadata.dispatches.items():
         _expect_all(dispatch.devices, devices, f"a device of kernel {symbol!r}")
     for kernel in metadata.kernels.values():
-        _expect(kernel.device, devices, f"the device of kernel {kernel.name!r}")
-        _expect(kernel.workgroups, range(len(kernel.scalars) + 1), f"the workgroups of kernel {kernel.name!r}")
+        expect(kernel.device, devices, f"the device of kernel {kernel.name!r}")
+        expect(kernel.workgroups, range(len(kernel.scalars) + 1), f"the workgroups of kernel {kernel.name!r}")
     for signature in metadata.signatures.values():
         _check_signature(signature, devices, range(len(metadata.constants)))
     for call in metadata.repeated:
@@ -168,12 +165,12 @@ def _check_device(device: DeviceSpec) -> None:
     cores = target.get("num-cores", 0) if isinstance(target, dict) else 0
     if not isinstance(kind, str) or type(cores) is not int:
         raise ValueError(f"the target {device.target[:100]!r} has no kind, or cores that are no number")
-    _expect(device.vdevice_id, range(1 << 16), f"the vdevice_id of {kind!r}")
+    expect(device.vdevice_id, range(1 << 16), f"the vdevice_id of {kind!r}")
 
 
 def _check_signature(signature: FunctionSignature, devices: range, constants: range) -> None:
     where = f"function {signature.name!r}"
-    _expect(signature.num_input, range(len(signature.inputs) + 1), f"num_input of {where}")
+    expect(signature.num_input, range(len(signature.inputs) + 1), f"num_input of {where}")
     _expect_all(signature.defaults.values(), constants, f"a default of {where}")
     for name in signature.defaults:
         if name not in signature.input_names[signature.num_input :]:
@@ -183,7 +180,7 @@ def _check_signature(signature: FunctionSignature, devices: range, constants: ra
             raise ValueError(f"{where} gives away or copies {name!r}, which is no input of it")
     for spec in (*signature.inputs, *signature.outputs):
         for tensor in tensors_of(spec):
-            _expect(tensor.device, devices, f"the device of {tensor.name!r} in {where}")
+            expect(tensor.device, devices, f"the device of {tensor.name!r} in {where}")
             _check_shape(tensor, where)
 
 
@@ -196,7 +193,7 @@ def _check_shape(tensor: TensorSpec, where: str) -> None:
 def _check_region(region: RegionSpec, metadata: Metadata) -> None:
     where = f"region {region.name!r}"
     devices = range(-1, len(metadata.devices))
-    _expect(region.device, devices, f"the device of {where}")
+    expect(region.device, devices, f"the device of {where}")
     _expect_all((slot.device for slot in region.slots), devices, f"the device of a slot of {where}")
     _expect_all(region.directs, range(len(metadata.constants)), f"a constant of {where}")
     spaces = {SLOT: len(region.slots), DIRECT: len(region.directs), ARENA: 1}
@@ -213,7 +210,7 @@ def _check_region(region: RegionSpec, metadata: Metadata) -> None:
         for reference in _references(command):
             if reference.space not in spaces:
                 raise ValueError(f"{where} refers to {reference.space[:50]!r}, expected one of {', '.join(spaces)}")
-            _expect(reference.index, range(spaces[reference.space]), f"a {reference.space} of {where}")
+            expect(reference.index, range(spaces[reference.space]), f"a {reference.space} of {where}")
 
 
 def _references(command: Any) -> Iterable[Reference]:
@@ -229,7 +226,7 @@ def _references(command: Any) -> Iterable[Reference]:
 
 def _check_schedule(schedule: Schedule, devices: range) -> None:
     where = f"the schedule of {schedule.function!r}"
-    _expect(schedule.inputs, range(schedule.values + 1), f"the inputs of {where}")
+    expect(schedule.inputs, range(schedule.values + 1), f"the inputs of {where}")
     available = set(range(schedule.inputs))
     for step in schedule.steps:
         _expect_all((*step.devices, step.source), devices, f"a device of {where}")
@@ -248,11 +245,6 @@ def _check_schedule(schedule: Schedule, devices: range) -> None:
             raise ValueError(f"{where} returns {result!r}, which no step makes")
 
 
-def _expect(found: int, allowed: range, what: str) -> None:
-    if found not in allowed:
-        raise ValueError(f"{what} is {found}, expected {allowed.start} to {allowed.stop - 1}")
-
-
 def _expect_all(found: Iterable[int], allowed: range, what: str) -> None:
     for each in found:
-        _expect(each, allowed, what)
+        expect(each, allowed, what)

@@ -10,8 +10,7 @@ REFUSED = "relax_hetero refuses a value:"  # RH_REFUSED of relax_hetero.h
 _REFUSED = re.compile(rf"{REFUSED} check (\d+), found (-?\d+), expected (-?\d+) to (-?\d+)")
 
 
-WORDS = 16
-"""Number of int32 words of a GPU's error record."""
+WORDS = 16  # number of int32 words of a GPU's error record
 
 CLAIMED, READY, KEY, FOUND, FIRST, END = 0, 1, 2, 4, 6, 8
 """Words of the record: whether a thread has claimed it, whether it is filled, and then, in two words each (low word

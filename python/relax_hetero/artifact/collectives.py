@@ -9,8 +9,7 @@ from ..errors import BuildError
 AUTO, CUSTOM, NCCL = STRATEGIES = ("auto", "custom", "nccl")
 """Values of `allreduce_strategy`; "custom" is vLLM's and TensorRT-LLM's word for kernels with peer access."""
 
-ASKED_FOR = "allreduce_strategy="
-"""Beginning of `CollectiveSpec.why` if the caller has chosen the algorithm."""
+ASKED_FOR = "allreduce_strategy="  # beginning of `CollectiveSpec.why` if the caller has chosen the algorithm
 
 ALL_REDUCE_OP, EXCHANGE_OP = "all-reduce", "exchange"
 

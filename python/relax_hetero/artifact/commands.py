@@ -16,8 +16,7 @@ from .typed_data import fields_from_data, to_data
 
 SLOT, DIRECT, ARENA = "slot", "direct", "arena"
 READ, WRITE, READ_WRITE = "read", "write", "read-write"
-GRAPH = "CUDA graph"
-"""The value of `RegionSpec.runs` for regions whose arena and constants belong to the machine."""
+GRAPH = "CUDA graph"  # the value of `RegionSpec.runs` for regions whose arena and constants belong to the machine
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ from .signing import TRAILER_BYTES, changed, check_signed, verify, without_trail
 from .typed_data import read_json
 
 FORMAT_VERSION = 4
-WEIGHT_ALIGNMENT = 64
-"""Bytes of alignment on which kernels rely (TVM's kAllocAlignment)."""
+WEIGHT_ALIGNMENT = 64  # bytes of alignment on which kernels rely (TVM's kAllocAlignment)
 _MAGIC = b"rlxheter"
 _BODY = struct.Struct("<8sIIIQQQ")
 _CHECKSUM = struct.Struct("<I")
@@ -136,27 +135,13 @@ def _is_version(entry: object) -> bool:
 
 
 def write_container(
-    path: Path,
-    library: Path,
-    header: dict[str, Any],
-    weights: Sequence[np.ndarray],
-    versions: Sequence[Version] = (),
+    path: Path,  # file to write
+    library: Path,  # linked shared library
+    header: dict[str, Any],  # JSON data, to which the positions of weights are added
+    weights: Sequence[np.ndarray],  # one-dimensional ``uint8`` arrays
+    versions: Sequence[Version] = (),  # versions of the executable that do without some devices
 ) -> None:
-    """Write a new file; weights that share memory are written once.
-
-    Parameters
-    ----------
-    path : Path
-        File to write.
-    library : Path
-        Linked shared library.
-    header : dict of str to object
-        JSON data, to which the positions of weights are added.
-    weights : sequence of np.ndarray
-        One-dimensional ``uint8`` arrays.
-    versions : sequence of Version
-        Versions of the executable that do without some devices.
-    """
+    """Write a new file; weights that share memory are written once."""
     arrays = list(weights)
     for version in versions:
         arrays += [*version.weights, np.fromfile(version.library, np.uint8)]
@@ -190,10 +175,7 @@ def _append(file: BinaryIO, source: Path) -> int:
 def weight_offsets(weights: Sequence[np.ndarray]) -> list[int]:
     """The position of each weight in a file, in bytes from the first; weights that share memory are written once.
 
-    Parameters
-    ----------
-    weights : sequence of np.ndarray
-        One-dimensional ``uint8`` arrays.
+    `weights`: one-dimensional ``uint8`` arrays.
     """
     written: dict[tuple[int, int], int] = {}
     end = 0
@@ -221,23 +203,18 @@ def _write_weights(file: BinaryIO, weights: Sequence[np.ndarray]) -> list[Weight
 
 
 def open_container(
-    path: Path, *, copy: bool = False, key: bytes | None = None, folder: OpenFolder | None = None
+    path: Path,
+    *,
+    copy: bool = False,  # whether to copy the file into memory first, so that later changes of it have no effect
+    # Required key of the signature; implies `copy`, so that the verified bytes are the loaded ones.
+    key: bytes | None = None,
+    # Folder that contains the file, which then must not be a link and must belong to this user.
+    folder: OpenFolder | None = None,
 ) -> Container:
     """Open a file, check its footer, library and metadata, and map its weights.
 
-    Parameters
-    ----------
-    copy : bool
-        Whether to copy the file into memory first, so that later changes of it have no effect.
-    key : bytes, optional
-        Required key of the signature; implies `copy`, so that the verified bytes are the loaded ones.
-    folder : OpenFolder, optional
-        Folder that contains the file, which then must not be a link and must belong to this user.
-
-    Raises
-    ------
-    BuildError
-        A file that is missing, unreadable, truncated, corrupt, of another format version, or not an executable.
+    Raises BuildError for a file that is missing, unreadable, truncated, corrupt, of another format version, or not an
+    executable.
     """
     try:
         name, is_ours = (path, False) if folder is None else (Path(path.name), True)

@@ -19,8 +19,7 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_MAX_DEPTH = 200
-"""Maximum nesting of operators in a dimension."""
+_MAX_DEPTH = 200  # maximum nesting of operators in a dimension
 _CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
 

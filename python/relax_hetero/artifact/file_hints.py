@@ -73,12 +73,7 @@ _MAX_CHARACTERS = 200
 def describe_value(value: Any, reader: str = "") -> str:
     """A description of a value with advice: ``"found 'm.onnx' (str), an ONNX model: rh.from_onnx imports it"``.
 
-    Parameters
-    ----------
-    value : object
-        Argument of a wrong kind.
-    reader : str
-        Function that received it, such as "rh.load", which is not suggested.
+    `value`: argument of a wrong kind. `reader`: function that received it, such as "rh.load", which is not suggested.
     """
     is_path = isinstance(value, (str, os.PathLike))
     text = f"found {_short(value)} ({type(value).__name__})" if is_path else f"found {type(value).__name__}"

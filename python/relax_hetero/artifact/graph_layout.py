@@ -24,14 +24,11 @@ OWNER = 5
 (`vm/file/standalone_cuda.c`); 0 in those of `rh.vm.VirtualMachine`."""
 _STAGED = 16
 
-# Words of the table.
-TICKET, ENTRIES = 0, 1
+TICKET, ENTRIES = 0, 1  # words of the table
 
-# Words of the plan.
-RING, TABLE, CONSUMED_ADDRESS, BINDINGS = 0, 1, 2, 3
+RING, TABLE, CONSUMED_ADDRESS, BINDINGS = 0, 1, 2, 3  # words of the plan
 
-FILLED_AT_ONCE = 32
-"""Number of table entries that one kernel takes as arguments and writes."""
+FILLED_AT_ONCE = 32  # number of table entries that one kernel takes as arguments and writes
 
 
 @dataclass(frozen=True)

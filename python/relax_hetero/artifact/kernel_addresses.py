@@ -15,17 +15,8 @@ def address_function(kernel: str) -> str:
 def kernel_address(module: runtime.Module, kernel: str) -> int:
     """The address of a kernel in this process.
 
-    Parameters
-    ----------
-    module : runtime.Module
-        Loaded code (`Executable.runnable_module`).
-    kernel : str
-        Symbol, as in `ConstantSpec.addresses` and `KernelSpec.symbol`.
-
-    Raises
-    ------
-    BindingError
-        Code without this kernel.
+    `module`: loaded code (`Executable.runnable_module`). `kernel`: symbol, as in `ConstantSpec.addresses` and
+    `KernelSpec.symbol`. Raises BindingError for code without this kernel.
     """
     name = address_function(kernel)
     try:

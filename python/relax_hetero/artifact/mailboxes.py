@@ -16,14 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DATA = 64
-"""Position of the values in a mailbox, in bytes; the flag, an int32, is at 0."""
-
-ALIGNMENT = 256
-"""Alignment of a mailbox in bytes."""
-
-VALUE_ALIGNMENT = 64
-"""Alignment of each value in a mailbox, in bytes."""
+DATA = 64  # position of the values in a mailbox, in bytes; the flag, an int32, is at 0
+ALIGNMENT = 256  # alignment of a mailbox in bytes
+VALUE_ALIGNMENT = 64  # alignment of each value in a mailbox, in bytes
 
 _MARK = hashlib.blake2b(b"relax_hetero: a mailbox of a GPU and a CPU", digest_size=DATA - 16).digest()
 
@@ -51,10 +46,7 @@ class MailboxSpec:
 def offsets_of(specs: Iterable[MailboxSpec | None]) -> tuple[dict[int, int], int]:
     """The position of each mailbox in the memory of all, by number, and the bytes of that memory.
 
-    Parameters
-    ----------
-    specs : iterable of MailboxSpec or None
-        Mailboxes, of which each may occur repeatedly, and others.
+    `specs`: mailboxes, of which each may occur repeatedly, and others.
     """
     offsets: dict[int, int] = {}
     size = 0

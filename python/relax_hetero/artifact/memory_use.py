@@ -15,8 +15,7 @@ from .metadata import CPU, Metadata
 from .schedule import Schedule, Step
 from .signature import Dim
 
-PAGE = 4096
-"""Bytes to a multiple of which TVM's pool rounds buffers; it reuses only freed buffers of exactly that size."""
+PAGE = 4096  # bytes to a multiple of which TVM's pool rounds buffers; it reuses only freed buffers of exactly that size
 
 # Time: the step of a call, of a nested call, ..., the command. Tuples compare lexicographically, so the beginning
 # of a step precedes everything within it, and its end, which has infinity appended, follows everything.
@@ -64,13 +63,7 @@ def evaluate(size: Dim, sizes: Mapping[str, int]) -> int:
 
 
 class AllocationWalk:
-    """Walk over the allocations of a function and its callees.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of an executable.
-    """
+    """Walk over the allocations of a function and its callees. `metadata`: metadata of an executable."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._functions = {memory.name: memory for memory in metadata.memory}

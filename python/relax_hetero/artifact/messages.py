@@ -10,8 +10,7 @@ from ..errors import BindingError, HeteroError, MemoryLimitError
 from .checks import refused_by
 from .metadata import Metadata, device_names
 
-AUTO = "auto, "
-"""Prefix of reasons of automatic placement: the deciding criterion up to the first ": ", then figures."""
+AUTO = "auto, "  # prefix of reasons of automatic placement: the deciding criterion up to the first ": ", then figures
 
 
 def unknown_name(what: str, name: object, known: Iterable[str], where: str, hint: str = "") -> BindingError:

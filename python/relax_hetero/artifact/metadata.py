@@ -33,16 +33,12 @@ _HOST_KEY = "host:"  # as `target.hosts` writes it
 def body_symbol(function: str) -> str:
     """The bytecode's name of a function that takes the constants; `function` itself is its entry without them.
 
-    Parameters
-    ----------
-    function : str
-        Name of one of `Metadata.signatures`.
+    `function`: name of one of `Metadata.signatures`.
     """
     return BODY_PREFIX + function
 
 
-HIT, MISS, UNUSED = "hit", "miss", "unused"
-"""States of `CacheUse`."""
+HIT, MISS, UNUSED = "hit", "miss", "unused"  # states of `CacheUse`
 
 
 @dataclass(frozen=True)
@@ -324,8 +320,7 @@ class Metadata:
         return metadata
 
 
-_LISTED = {"signatures", "kernels"}
-"""Mappings that are lists in JSON, because their values have the names."""
+_LISTED = {"signatures", "kernels"}  # mappings that are lists in JSON, because their values have the names
 
 
 def device_names(devices: tuple[DeviceSpec, ...]) -> list[str]:

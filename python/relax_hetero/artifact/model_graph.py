@@ -62,31 +62,30 @@ class ModelGraph:
 def check_graph(graph: ModelGraph) -> None:
     """Refuse a graph with references to absent texts, values or nodes.
 
-    Raises
-    ------
-    ValueError
-        The first invalid reference.
+    Raises ValueError for the first invalid reference.
     """
     texts, values = len(graph.texts), len(graph.values)
     for value in graph.values:
-        _expect(value.dtype, 0, texts, "an element type of the graph")
+        expect(value.dtype, range(texts), "an element type of the graph")
         if value.bytes < -1:
             raise ValueError(f"a value of the graph has {value.bytes} bytes, expected -1 or more")
     for function in graph.functions:
         where = f"of the graph of {function.name!r}"
         for index, node in enumerate(function.nodes):
-            _expect(node.kind, 0, len(KINDS), f"the kind of node {index} {where}")
+            expect(node.kind, range(len(KINDS)), f"the kind of node {index} {where}")
             for text in (node.name, node.op, node.source, node.device):
-                _expect(text, 0, texts, f"a text of node {index} {where}")
+                expect(text, range(texts), f"a text of node {index} {where}")
             for value_number in node.values:
-                _expect(value_number, 0, values, f"a value of node {index} {where}")
+                expect(value_number, range(values), f"a value of node {index} {where}")
             if len(node.reads) % 2:
                 raise ValueError(f"node {index} {where} reads {len(node.reads)} numbers, expected pairs")
             for read, position in node.pairs():
-                _expect(read, 0, index, f"a node that node {index} {where} reads")
-                _expect(position, -1, len(function.nodes[read].values), f"a position that node {index} {where} reads")
+                expect(read, range(index), f"a node that node {index} {where} reads")
+                positions = range(-1, len(function.nodes[read].values))
+                expect(position, positions, f"a position that node {index} {where} reads")
 
 
-def _expect(found: int, begin: int, end: int, what: str) -> None:
-    if not begin <= found < end:
-        raise ValueError(f"{what} is {found}, expected {begin} to {end - 1}")
+def expect(found: int, allowed: range, what: str) -> None:
+    """Raise ValueError, which begins with `what`, for a number that is not allowed."""
+    if found not in allowed:
+        raise ValueError(f"{what} is {found}, expected {allowed.start} to {allowed.stop - 1}")

@@ -5,20 +5,14 @@ A slot has, for each GPU, words of short operands; of long ones, the address of 
 
 from __future__ import annotations
 
-SLOTS = 3
-"""Slots, which consecutive kernels use in turn."""
-
-FLAG_BLOCKS = 128
-"""Maximum blocks of a kernel, each with a flag of each slot for every GPU."""
+SLOTS = 3  # slots, which consecutive kernels use in turn
+FLAG_BLOCKS = 128  # maximum blocks of a kernel, each with a flag of each slot for every GPU
 
 LAMPORT_BYTES = 512 << 10
 """Maximum bytes of a short operand; of more than four GPUs it is less (`tir.cuda.all_reduce.max_short_bytes`)."""
 
-SENT_FLAGS_BYTES = 16 << 10
-"""Bytes of a slot for the flags of the tiles that products send, for each GPU."""
-
-RESULT_LINE_BYTES = 16
-"""Bytes of a slot for the address of another GPU's result."""
+SENT_FLAGS_BYTES = 16 << 10  # bytes of a slot for the flags of the tiles that products send, for each GPU
+RESULT_LINE_BYTES = 16  # bytes of a slot for the address of another GPU's result
 
 LONG_OPERANDS = LAMPORT_BYTES + RESULT_LINE_BYTES + SENT_FLAGS_BYTES
 """Offset of a long operand in what a slot has for a GPU."""

@@ -24,28 +24,16 @@ _KINDS = {
 
 
 def open_regular(
-    path: str | os.PathLike[str], *, follow: bool = True, folder: OpenFolder | None = None, is_private: bool = False
+    path: str | os.PathLike[str],
+    *,
+    follow: bool = True,  # whether the last component of `path` may be a link
+    folder: OpenFolder | None = None,  # folder that `path` is the name of a file of; then links are refused
+    is_private: bool = False,  # whether to refuse a file of another user, or that others may write
 ) -> tuple[BinaryIO, os.stat_result]:
     """Open a regular file for reading.
 
-    Parameters
-    ----------
-    follow : bool
-        Whether the last component of `path` may be a link.
-    folder : OpenFolder, optional
-        Folder that `path` is the name of a file of; then links are refused.
-    is_private : bool
-        Whether to refuse a file of another user, or that others may write.
-
-    Returns
-    -------
-    (BinaryIO, os.stat_result)
-        Open file, which the caller closes, and its status.
-
-    Raises
-    ------
-    OSError
-        A file that is missing, unreadable or not regular (see its `strerror`).
+    Returns the open file, which the caller closes, and its status. Raises OSError for a file that is missing,
+    unreadable or not regular (see its `strerror`).
     """
     try:
         if folder is None:

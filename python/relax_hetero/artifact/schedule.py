@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 from .typed_data import fields_data, fields_from_data
 
-Results: TypeAlias = "int | tuple[Results, ...]"
-"""The number of a value, or a nested tuple of numbers."""
+Results: TypeAlias = "int | tuple[Results, ...]"  # the number of a value, or a nested tuple of numbers
 
 
 @dataclass(frozen=True)

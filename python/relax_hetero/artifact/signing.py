@@ -17,8 +17,7 @@ from ..errors import BuildError
 _MAGIC = b"rlxhsign"
 _DIGEST_BYTES = hashlib.sha256().digest_size
 TRAILER_BYTES = _DIGEST_BYTES + len(_MAGIC)
-MIN_KEY_BYTES = 16
-"""Minimum length of a key; shorter keys can be guessed."""
+MIN_KEY_BYTES = 16  # minimum length of a key; shorter keys can be guessed
 
 # Domain separation: digests of the same key for other purposes are not valid for files.
 _PURPOSE = b"relax_hetero executable 1\n"
@@ -50,10 +49,7 @@ def without_trailer(data: np.ndarray) -> np.ndarray:
 def verify(data: np.ndarray, key: bytes, source: str) -> None:
     """Require that a file's bytes (``uint8``, with the trailer) were signed with this key.
 
-    Raises
-    ------
-    BuildError
-        No signature, or another one; the message names `source`.
+    Raises BuildError for another signature, or none; the message names `source`.
     """
     check_signed(data, source)
     content, trailer = data[:-TRAILER_BYTES], data[-TRAILER_BYTES:].tobytes()

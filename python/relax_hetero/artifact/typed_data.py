@@ -19,8 +19,7 @@ from typing import Any, Union, get_args, get_origin
 
 _MAX_INT64 = 2**63 - 1
 
-# Function that returns an error text for a value, or None.
-_Check = Callable[[Any], "str | None"]
+_Check = Callable[[Any], "str | None"]  # function that returns an error text for a value, or None
 
 
 def read_json(text: str | bytes) -> Any:

@@ -30,14 +30,8 @@ SEQUENCE = "sequence "
 def with_sequences(host: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, tuple[LaunchSequence, ...]]:
     """Host code that calls functions named ``SEQUENCE + name`` in place of launches, and the sequences of these names.
 
-    Functions that do more than launch kernels stay as they are.
-
-    Parameters
-    ----------
-    host : tvm.IRModule
-        Host functions, separated from the kernels that they launch.
-    kernels : sequence of str
-        Names of the kernels.
+    Functions that do more than launch kernels stay as they are. `host`: host functions, separated from the kernels that
+    they launch. `kernels`: names of the kernels.
     """
     sequences: list[LaunchSequence] = []
     functions = dict(host.functions.items())

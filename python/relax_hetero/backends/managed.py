@@ -78,8 +78,8 @@ class ManagedBackend(Backend):
         from tvm.tirx.build import codegen_build, split_host_device_mods
 
         from ..artifact.device_code import DeviceCode
-        from ..driver.link.link import binds_threads
         from ..driver.link.llvm_kernels import with_workspace_device
+        from ..tir.core.walks import binds_threads
         from .launch_sequences import SEQUENCE, with_sequences
 
         lower, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)

@@ -7,19 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import HeteroError, HostError
+from ..errors import HeteroError, HostError, first_line
 from .bindings import HostBinding
 from .host_machine import HostMachine
 from .node_info import check_versions, installed_versions
 from .payloads import Payload
 from .wire import Failure
 
-_POLL_SECONDS = 0.1
-"""Interval between checks for a closed cluster."""
-_ALIVE_SECONDS = 5.0
-"""Time within which a living actor answers."""
-_ACTOR_THREADS = 5
-"""Threads of an actor: one runs tasks, the others actor calls."""
+_POLL_SECONDS = 0.1  # interval between checks for a closed cluster
+_ALIVE_SECONDS = 5.0  # time within which a living actor answers
+_ACTOR_THREADS = 5  # threads of an actor: one runs tasks, the others actor calls
 
 
 @dataclass
@@ -132,12 +129,6 @@ class Actors:
         actor, state.actor, state.pending, state.state = state.actor, None, None, "dead"
         if actor is not None:
             self._ray.kill(actor)
-
-
-def first_line(error: BaseException) -> str:
-    """First line of an error's message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _resources(ray: Any) -> str:

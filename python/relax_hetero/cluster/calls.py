@@ -128,10 +128,7 @@ def result_of_runs(plan: CallPlan, results: Sequence[Any]) -> Any:
     if failures:
         raise failures[0].kind(failures[0].message)
 
-    def value_of(source: Source) -> Any:
-        return decode_copy(results[source.step][source.index])
-
-    return substitute(plan.result, value_of)
+    return substitute(plan.result, lambda source: decode_copy(results[source.step][source.index]))
 
 
 def _inputs_of(run: HostRun, values: Sequence[Any]) -> list[Any]:

@@ -25,17 +25,14 @@ from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import HostBinding, bind_hosts
 from .calls import ClusterCall, bind, result_of, result_of_runs, untyped_signature
-from .cut.cluster_program import hosts_needed, program_of
-from .cut.compiled_program import load
+from .cut.cluster_program import hosts_needed, load, program_of
 from .payloads import pack
 from .replica import Callbacks, Replica
 from .route import routes_of
 from .wire import Message
 
-IN_FLIGHT_PER_HOST = 2
-"""Calls in flight per host of a replica: one runs while the next one is ready."""
-TIMEOUT = 60.0
-"""Default of `Cluster.timeout` in seconds."""
+IN_FLIGHT_PER_HOST = 2  # calls in flight per host of a replica: one runs while the next one is ready
+TIMEOUT = 60.0  # default of `Cluster.timeout` in seconds
 
 
 def _import_ray() -> Any:

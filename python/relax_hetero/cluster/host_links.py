@@ -45,19 +45,13 @@ from ..vm.machine import VirtualMachine
 from .links import CONNECT_SECONDS, GpuInfo, Link, LinkTensor, check_sequence
 from .wire import Failure
 
-TIMEOUT_SECONDS = 30.0
-"""Time to wait for the peer."""
-
-POOL_BYTES = 4 << 30
-"""Maximum number of bytes of receive buffers per GPU."""
-
-SENDER, RECEIVER = 0, 1
-"""Ranks of a link."""
+TIMEOUT_SECONDS = 30.0  # time to wait for the peer
+POOL_BYTES = 4 << 30  # maximum number of bytes of receive buffers per GPU
+SENDER, RECEIVER = 0, 1  # ranks of a link
 
 _ABORT_SECONDS = 10.0
 """Timeout of an abort; NCCL ends its kernels within milliseconds, but its helper threads may take longer."""
-_SPIN_SECONDS, _POLL_SECONDS = 0.002, 0.0002
-"""Time that a wait spins, and its polling interval after that."""
+_SPIN_SECONDS, _POLL_SECONDS = 0.002, 0.0002  # time that a wait spins, and its polling interval after that
 _WARM_UP_BYTES = (1, 1 << 20)
 
 

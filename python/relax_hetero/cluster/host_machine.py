@@ -20,8 +20,7 @@ from .route import Route, Task, TaskWork
 from .task_graph import TaskLoop
 from .wire import Failure, Message, decode, decode_copy, encode
 
-_END_SECONDS = 10.0
-"""Time that a task of an earlier call may still run."""
+_END_SECONDS = 10.0  # time that a task of an earlier call may still run
 _MAX_FAILURE_CHARACTERS = 1024
 
 

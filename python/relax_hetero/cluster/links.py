@@ -16,11 +16,8 @@ from typing import Any
 from ..errors import HostError
 from .route import Route, Task
 
-CONNECT_SECONDS = 30.0
-"""Timeout of a link's connection, after which its tensors go through host memory."""
-
-_ABORT_SECONDS = 15.0
-"""Time within which a living host aborts its links."""
+CONNECT_SECONDS = 30.0  # timeout of a link's connection, after which its tensors go through host memory
+_ABORT_SECONDS = 15.0  # time within which a living host aborts its links
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import numpy as np
 
 from ..errors import HeteroError
 
-_CONSTANT_PREFIX = "$constant_"
-"""Prefix of variables that stand for constants."""
+_CONSTANT_PREFIX = "$constant_"  # prefix of variables that stand for constants
 
 
 class FilePayload(NamedTuple):

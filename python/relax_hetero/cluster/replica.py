@@ -21,8 +21,7 @@ from .route import Route
 from .task_graph import TaskGraph
 from .wire import Message
 
-_POLL_SECONDS = 0.5
-"""Interval of checks of idle hosts, and of attempts to start hosts."""
+_POLL_SECONDS = 0.5  # interval of checks of idle hosts, and of attempts to start hosts
 
 
 class MailboxCalls:

@@ -13,8 +13,7 @@ from functools import cached_property
 
 from .call_plan import CALL, CallPlan, Source, sources_of
 
-END = 1 << 30
-"""Index of the caller as a target: messages to it are results of the call."""
+END = 1 << 30  # index of the caller as a target: messages to it are results of the call
 
 
 @dataclass(frozen=True)

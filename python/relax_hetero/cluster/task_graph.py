@@ -21,10 +21,8 @@ from .wire import Message
 
 _CHECK_SECONDS = 1.0
 """Interval at which a waiting caller asks Ray whether hosts live, since connections to vanished machines end late."""
-_REASON_SECONDS = 0.5
-"""Time to wait for the reason why a connection has ended."""
-_END_SECONDS = 3.0
-"""Time within which hosts end their loops."""
+_REASON_SECONDS = 0.5  # time to wait for the reason why a connection has ended
+_END_SECONDS = 3.0  # time within which hosts end their loops
 
 
 class TaskGraph:

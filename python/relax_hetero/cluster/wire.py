@@ -23,8 +23,7 @@ from ..vm.device.tensors import bytes_of, copy_into, copy_to, from_numpy, on_hos
 _Tensor = tvm_ffi.core.Tensor
 _HOST = runtime.device("cpu", 0)
 
-_MAX_BODIES = 256
-"""Maximum number of bodies that a codec remembers in each direction."""
+_MAX_BODIES = 256  # maximum number of bodies that a codec remembers in each direction
 
 
 class RawTensor(NamedTuple):
@@ -167,9 +166,7 @@ def encode(value: Any) -> Any:
 
 def decode(value: Any) -> Any:
     """Decode a value for a step, which may read arrays as they are."""
-    if isinstance(value, RawTensor):
-        return view_bytes(value.data, value.shape, value.dtype)
-    return value
+    return view_bytes(value.data, value.shape, value.dtype) if isinstance(value, RawTensor) else value
 
 
 def decode_received(value: Any) -> Any:

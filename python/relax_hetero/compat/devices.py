@@ -15,8 +15,7 @@ from relax_hetero.target.native_target import native
 _CPU = "CPUExecutionProvider"
 KINDS = {"CUDAExecutionProvider": "cuda", _CPU: "llvm"}
 """Kind of the device that each provider names, in ONNX Runtime's order of preference."""
-DEVICE_TYPES = {"cpu": 1, "cuda": 2}
-"""Device types of DLPack by ONNX Runtime's names."""
+DEVICE_TYPES = {"cpu": 1, "cuda": 2}  # device types of DLPack by ONNX Runtime's names
 
 
 def get_all_providers() -> list[str]:
@@ -87,9 +86,7 @@ def vdevices_of(
 
 
 def _cpu_target(threads: int) -> Any:
-    if not threads:
-        return "llvm"
-    return Target({**dict(native("llvm").export()), "num-cores": threads})
+    return "llvm" if not threads else Target({**dict(native("llvm").export()), "num-cores": threads})
 
 
 class OrtDevice:

@@ -27,8 +27,7 @@ from relax_hetero.compat.values import text_of_type
 from relax_hetero.errors import HeteroError
 from relax_hetero.frontend.onnx.onnx_model import read_model
 
-_MARKS = ("\x02", "\x03")
-"""Tokens at both ends of a text with ``mark=1``."""
+_MARKS = ("\x02", "\x03")  # tokens at both ends of a text with ``mark=1``
 _CLASSES = {
     "alnum": "a-zA-Z0-9", "alpha": "a-zA-Z", "ascii": "\\x00-\\x7f", "blank": " \\t", "digit": "0-9", "lower": "a-z",
     "punct": re.escape(string.punctuation), "space": "\\s", "upper": "A-Z", "word": "\\w", "xdigit": "0-9a-fA-F",

@@ -14,11 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-FILE_WIDTH = 160
-"""Columns of output that is not a terminal."""
-
-Shown: TypeAlias = Union["Table", str]
-"""A table, or a line of text."""
+FILE_WIDTH = 160  # columns of output that is not a terminal
+Shown: TypeAlias = Union["Table", str]  # a table, or a line of text
 
 
 def console(stderr: bool = False, file: TextIO | None = None) -> Console:

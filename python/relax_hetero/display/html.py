@@ -92,12 +92,7 @@ def colour(index: int) -> str:
 def device_html(name: str, names: Sequence[str]) -> Markup:
     """Make a device's name with a swatch of its colour.
 
-    Parameters
-    ----------
-    name : str
-        ``kind:i``, or ``host``.
-    names : sequence of str
-        Names of all devices, in order.
+    `name`: ``kind:i``, or ``host``. `names`: names of all devices, in order.
     """
     index = names.index(name) if name in names else -1
     return Markup(f'<span class="rh-swatch" style="background:{colour(index)}"></span>{escaped(name)}')

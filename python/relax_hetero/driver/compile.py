@@ -333,16 +333,14 @@ def _without_devices(arg: relax.Expr) -> relax.Expr:
     if isinstance(arg, relax.Tuple):
         return relax.Tuple([_without_devices(field) for field in arg.fields])
     if isinstance(arg, (relax.Var, tvm.ir.GenericConst)) and isinstance(arg.ty, relax.TensorType):
-        ndim = arg.ty.ndim if arg.ty.shape is None else -1
-        ty = relax.TensorType(arg.ty.shape, arg.ty.dtype, None, ndim)
+        ty = relax.TensorType(arg.ty.shape, arg.ty.dtype, None, arg.ty.ndim if arg.ty.shape is None else -1)
         return relax.Var(arg.name if isinstance(arg, relax.Var) else "constant", ty)
     return arg
 
 
 _log = logging.getLogger("relax_hetero")
 
-CHECKS = ("default", "strict")
-"""Levels of run-time checks; see `compile`."""
+CHECKS = ("default", "strict")  # levels of run-time checks; see `compile`
 
 
 @paused_garbage_collection()

@@ -46,8 +46,7 @@ from .link.link import external_calls, external_modules
 # and the versions of TVM, LLVM and this library. The library's sources are hashed, because a checkout changes without a
 # new version.
 
-_CHUNK_BYTES = 8 << 20
-"""Bytes of constants that one thread hashes at a time."""
+_CHUNK_BYTES = 8 << 20  # bytes of constants that one thread hashes at a time
 _SWITCHED_OFF = "switched off"
 
 
@@ -126,11 +125,9 @@ def _chunk_digest(chunk: np.ndarray) -> bytes:
 
 
 _log = logging.getLogger("relax_hetero")
-# Folders for which a failed write was logged.
-_unwritable_folders: set[Path] = set()
+_unwritable_folders: set[Path] = set()  # folders for which a failed write was logged
 
-MIN_COMPILE_SECONDS = 1.0
-"""Minimum compile time of modules that are stored by default."""
+MIN_COMPILE_SECONDS = 1.0  # minimum compile time of modules that are stored by default
 
 
 def load_or_build(

@@ -14,8 +14,7 @@ from .expression import Expression, Term
 
 _SQRT_HALF = math.sqrt(0.5)
 _TANH_INNER, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
-_TOLERANCE = 1e-5
-"""Relative tolerance: exporters round the constants to single precision, or write six digits."""
+_TOLERANCE = 1e-5  # relative tolerance: exporters round the constants to single precision, or write six digits
 
 
 def named(expression: Expression) -> Expression:

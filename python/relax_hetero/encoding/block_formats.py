@@ -73,10 +73,7 @@ class BlockFormat:
     def row_bytes(self, depth: int) -> int:
         """Bytes of a row of `depth` weights in a file.
 
-        Raises
-        ------
-        EncodingError
-            If the row is not a whole number of superblocks.
+        Raises EncodingError if the row is not a whole number of superblocks.
         """
         if depth % self.superblock_size:
             raise EncodingError(

@@ -162,8 +162,7 @@ class Panels:
 
     columns: int  # number of columns of a panel
 
-    lhs_types = ("float32",)
-    """Element types of the left operand."""
+    lhs_types = ("float32",)  # element types of the left operand
     index_map = ("panel", "byte")
     weight_type = "uint8"
 

@@ -156,8 +156,7 @@ def _read_q4_k(data: Any, reader: SuperblockReader) -> QuantizedRows:
 def _read_q5_k(data: Any, reader: SuperblockReader) -> QuantizedRows:
     ops = reader.ops
     low_bits = reader.fields(ops.slice(data, 48, 176), 32, 4)
-    high_bits = reader.fields(ops.slice(data, 16, 48), 32, 1)
-    quants = ops.or_shifted(low_bits, high_bits, 4)
+    quants = ops.or_shifted(low_bits, reader.fields(ops.slice(data, 16, 48), 32, 1), 4)
     return QuantizedRows(quants, *_read_k_scales(data, reader), reader.f16(data, 0), reader.f16(data, 2))
 
 
@@ -203,8 +202,7 @@ def _read_iq4_xs(data: Any, reader: SuperblockReader) -> QuantizedRows:
     return QuantizedRows(quants, ops.look_up(scales, _SIGNED_SCALES), superblock_scales=reader.f16(data, 0))
 
 
-_SIGNED_SCALES = np.arange(-32, 32, dtype=np.int8).view(np.uint8)
-"""Scales of 6 bits, which are stored plus 32."""
+_SIGNED_SCALES = np.arange(-32, 32, dtype=np.int8).view(np.uint8)  # scales of 6 bits, which are stored plus 32
 
 
 def _read_nvfp4(data: Any, reader: SuperblockReader) -> QuantizedRows:
@@ -261,8 +259,7 @@ _BYTE_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bito
 _EVEN_BITS = np.concatenate([_BYTE_BITS[:128, :7], _BYTE_BITS[:128, :7].sum(1, dtype=np.uint8)[:, None] & 1], axis=1)
 """Signs of eight weights by seven bits: an even number of them are negative."""
 
-_ODD = np.arange(1, 32, 2, dtype=np.uint8)
-"""Scales of 3 or 4 bits, which are one half more, doubled."""
+_ODD = np.arange(1, 32, 2, dtype=np.uint8)  # scales of 3 or 4 bits, which are one half more, doubled
 
 
 def _codebook_quants(grid: str, index: Any, signs: Any, reader: SuperblockReader) -> Any:
@@ -344,8 +341,7 @@ def _read_iq1_m(data: Any, reader: SuperblockReader) -> QuantizedRows:
     return QuantizedRows(quants, scales, superblock_scales=ops.f16(reader.by_superblock(halves, 2)))
 
 
-_EIGHT_TIMES = np.array([[0] * 8, [1] * 8], np.uint8)
-"""A bit that eight weights share."""
+_EIGHT_TIMES = np.array([[0] * 8, [1] * 8], np.uint8)  # a bit that eight weights share
 
 
 def _read_f16(data: Any, reader: SuperblockReader) -> QuantizedRows:

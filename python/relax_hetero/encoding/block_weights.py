@@ -20,8 +20,7 @@ from ..target.tiles import tile_columns
 from .block_formats import BlockFormat, split_numpy_rows
 from .block_panels import BlockSource, PanelPlan, Panels, Zeros, in_chunks, padded_to
 
-GROUP = 8
-"""Weights that the size of a block is a multiple of."""
+GROUP = 8  # weights that the size of a block is a multiple of
 
 
 def middle_of(bits: int) -> int:
@@ -51,31 +50,23 @@ NARROW_PLANES = {1: (1,), 2: (2,), 3: (2, 1)}
 MAX_FUSED_PAIRS, MAX_SUMMED_EXPERTS = 255, 16
 """Maximum pairs of a token and an expert, and experts of a token, of kernels of two products and of weighted sums."""
 
-FRAGMENT_COLUMNS = 16
-"""Columns in a fragment block."""
+FRAGMENT_COLUMNS = 16  # columns in a fragment block
 
 
-def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> np.ndarray:
+def pack_fragments(
+    data: np.ndarray,  # uint8, (n, bytes): rows of weights; further bytes of a row are ignored
+    # depth, block: weights of a row, and number of weights that share a scale, a multiple of 16.
+    depth: int,
+    block: int,
+    bits: int = 4,  # bits of a weight: 4 or 8
+) -> np.ndarray:
     """Pack rows of bytes into fragments of tensor cores: 16 columns by a chunk of k, 16 bytes for each of 32 lanes.
 
     Lane l holds columns ``l // 4`` and ``l // 4 + 8``, and along k the quarter ``l % 4`` of each run (a chunk, or less
     where fewer weights share a scale). A 32-bit word has four 4-bit weights of each column: bits 0 and 16 are the first
     two of the first column, bits 4 and 20 of the second; bits 8 and 24, and 12 and 28, the next two. It has two 8-bit
-    weights of each: the first and the second of the first column, then those of the other.
-
-    Parameters
-    ----------
-    data : array of uint8, (n, bytes)
-        Rows of weights; further bytes of a row are ignored.
-    depth, block : int
-        Weights of a row, and number of weights that share a scale, a multiple of 16.
-    bits : int
-        Bits of a weight: 4 or 8.
-
-    Returns
-    -------
-    array of int32, (ceil(n / 16), ceil(depth / chunk), 32, 4)
-        Fragments, padded with zeros; ``chunk = chunk_of(bits)``.
+    weights of each: the first and the second of the first column, then those of the other. Returns the fragments,
+    padded with zeros; ``chunk = chunk_of(bits)``.
     """
     weights = np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), 2 * data.shape[1]) if bits == 4 else data
     return _fragments(weights[:, :depth], block, bits)
@@ -159,8 +150,7 @@ def pack_fragment_blocks(values: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(padded.reshape(tiles, 2, 8, blocks).transpose(0, 3, 2, 1))
 
 
-_MAX_ZERO_POINT = 127
-"""The highest zero point that kernels subtract from 4-bit weights before they multiply."""
+_MAX_ZERO_POINT = 127  # the highest zero point that kernels subtract from 4-bit weights before they multiply
 
 
 _PART_TYPES = {"float16": "float16", "float32": "float32", "e8m0": "uint8", "e4m3": "uint8", "int8": "int8"}
@@ -282,8 +272,7 @@ def _as_float16_if_exact(values: np.ndarray) -> np.ndarray:
     return half if np.array_equal(half.astype("float32"), values) else values
 
 
-BlockLayout = Panels | Fragments
-"""Storage of the weights of a product."""
+BlockLayout = Panels | Fragments  # storage of the weights of a product
 
 
 def layout_of(weight: Sequence[Any], form: BlockFormat, depth: int) -> BlockLayout:

@@ -26,16 +26,12 @@ from functools import cache
 from ..errors import EncodingError
 from ..target.element_types import stored_type
 
-DYNAMIC = -1
-"""Size of an iteration dimension that is symbolic."""
-
-LHS, RHS, RESULT = 0, 1, 2
-"""Operand indices of a matrix product; a convolution's data, weight and result."""
+DYNAMIC = -1  # size of an iteration dimension that is symbolic
+LHS, RHS, RESULT = 0, 1, 2  # operand indices of a matrix product; a convolution's data, weight and result
 
 OPERAND_NAMES = ("lhs", "rhs", "result")
 CONV_OPERAND_NAMES = ("data", "weight", "result")
-CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
-"""Names by number of spatial dimensions, less one."""
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")  # names by number of spatial dimensions, less one
 OP_TYPES = ("matmul", "batch_matmul", *CONVOLUTIONS)
 
 _ELEMENT_TYPE = re.compile(r"u?int(8|16|32|64)|float(16|32|64)|bfloat16|bool|float8_e[0-9]m[0-9][a-z0-9]*")
@@ -54,22 +50,12 @@ broadcast. For convolutions see `conv_maps`."""
 
 @dataclass(frozen=True)
 class ConvAttrs:
-    """Strides, padding, dilation and groups of a convolution.
+    """Strides, padding, dilation and groups of a convolution."""
 
-    Attributes
-    ----------
-    strides, dilation : tuple of int
-        One for each spatial dimension, at least 1.
-    padding : tuple of int
-        Elements of zeros before each spatial dimension, then after each.
-    groups : int
-        Output channels of a group read only the input channels of that group: ``c = groups * k``.
-    """
-
-    strides: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int = 1
+    strides: tuple[int, ...]  # one for each spatial dimension, at least 1
+    padding: tuple[int, ...]  # elements of zeros before each spatial dimension, then after each
+    dilation: tuple[int, ...]  # one for each spatial dimension, at least 1
+    groups: int = 1  # output channels of a group read only the input channels of that group: ``c = groups * k``
 
     def __str__(self) -> str:
         strides, padding, dilation = ("x".join(map(str, t)) for t in (self.strides, self.padding, self.dilation))

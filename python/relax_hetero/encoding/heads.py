@@ -19,11 +19,8 @@ from functools import cache
 from ..errors import EncodingError
 from .encoding import DYNAMIC
 
-NAMES = ("b", "h", "g", "m", "n", "d", "e")
-"""Iteration dimensions, in the order of sizes."""
-
-STATIC = ("h", "g", "d", "e")
-"""Iteration dimensions whose size is always a number."""
+NAMES = ("b", "h", "g", "m", "n", "d", "e")  # iteration dimensions, in the order of sizes
+STATIC = ("h", "g", "d", "e")  # iteration dimensions whose size is always a number
 
 _OPERANDS = {"query": "bhmd", "key": "bgnd", "value": "bgne", "result": "bhme"}
 _TEXT = re.compile(r"\((.*)\) \* \((.*)\) \* \((.*)\) -> \((.*)\); (.+)")

@@ -20,10 +20,8 @@ from ..target.element_types import bytes_of
 from .encoding import RHS, Encoding, IndexMap
 from .winograd import POINTS, WINDOW, positions, restore_windows, transform_windows
 
-SWIZZLED_BYTES = 128
-"""Bytes of a row of a swizzled tile: as wide as all banks of a GPU's shared memory."""
-CHUNK_BYTES = 16
-"""Unit of a swizzle, in bytes."""
+SWIZZLED_BYTES = 128  # bytes of a row of a swizzled tile: as wide as all banks of a GPU's shared memory
+CHUNK_BYTES = 16  # unit of a swizzle, in bytes
 _MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes
 _TEXT = re.compile(
     r"pack<outer=\[([0-9]{1,9}(?:, [0-9]{1,9})*)\] "
@@ -255,8 +253,7 @@ class PackedLayout:
             Logical extents.
         """
         if self.compensation:
-            axis = self.outer_perm.index(self.inner_dims[-1])
-            stored = np.delete(stored, 0, axis=axis)
+            stored = np.delete(stored, 0, axis=self.outer_perm.index(self.inner_dims[-1]))
         if self.swizzle:
             stored = _swizzled(stored)
         rank = len(self.outer_perm)
@@ -277,25 +274,14 @@ class PackedLayout:
 
 
 def tiled(
-    index_map: IndexMap,
-    outer: Sequence[str],
-    tiles: Mapping[str, int],
+    index_map: IndexMap,  # index map of the operand in the order of its shape, so that transposes are composed here
+    outer: Sequence[str],  # order of the other dimensions: ("n", "k")
+    tiles: Mapping[str, int],  # tile of each dimension, in storage order; tiles of size one are left out
+    # compensation, swizzle: see `PackedLayout`.
     compensation: bool = False,
     swizzle: bool = False,
 ) -> PackedLayout:
-    """The layout with batch dimensions outermost, then the dimensions `outer`, then the tiles.
-
-    Parameters
-    ----------
-    index_map : IndexMap
-        Index map of the operand in the order of its shape, so that transposes are composed here.
-    outer : sequence of str
-        Order of the other dimensions: ("n", "k").
-    tiles : mapping of str to int
-        Tile of each dimension, in storage order; tiles of size one are left out.
-    compensation, swizzle : bool
-        See `PackedLayout`.
-    """
+    """The layout with batch dimensions outermost, then the dimensions `outer`, then the tiles."""
     batch = [dim for dim, name in enumerate(index_map) if name not in outer]
     inner = [(index_map.index(name), tile) for name, tile in tiles.items() if tile > 1]
     return PackedLayout(

@@ -23,40 +23,26 @@ from typing import Any
 
 from ..errors import EncodingError
 
-PAGE = 64
-"""Tokens of a page."""
-
-EXPERT_COUNTS = "expert_counts_"
-"""Begin of the names of a language model's counters, before the number of the layer."""
+PAGE = 64  # tokens of a page
+EXPERT_COUNTS = "expert_counts_"  # begin of the names of a language model's counters, before the number of the layer
 
 TABLES = {False: "table_full", True: "table_window"}
 """Names of the page tables of layers that see all tokens (False), and of layers with a window (True)."""
 
-PAGE_TYPES = ("float16", "bfloat16", "float32", "int8")
-"""Element types that a cache may have."""
-
-ORDERS = ("rows", "lanes", "chunks")
-"""Orders of the keys of a page."""
+PAGE_TYPES = ("float16", "bfloat16", "float32", "int8")  # element types that a cache may have
+ORDERS = ("rows", "lanes", "chunks")  # orders of the keys of a page
 
 _SCALE_BYTES = 4
 
 
-def head_elements(size: int, dtype: str, shared: bool = False) -> int:
+def head_elements(
+    size: int,  # numbers of a head's key, and of its value
+    dtype: str,  # one of `PAGE_TYPES`
+    shared: bool = False,  # True if keys are the values, so that a page holds them once
+) -> int:
     """Elements of a page for one head of keys and values: 2 * 64 * size numbers, and the scales of "int8".
 
-    Parameters
-    ----------
-    size : int
-        Numbers of a head's key, and of its value.
-    dtype : str
-        One of `PAGE_TYPES`.
-    shared : bool
-        True if keys are the values, so that a page holds them once.
-
-    Raises
-    ------
-    EncodingError
-        If `dtype` is not one of `PAGE_TYPES`.
+    Raises EncodingError if `dtype` is not one of `PAGE_TYPES`.
     """
     if dtype not in PAGE_TYPES:
         raise EncodingError(f"pages of {dtype}: expected one of {', '.join(PAGE_TYPES)}")
@@ -93,38 +79,21 @@ class LayerCache:
     shared: bool = False  # True if keys are the values, so that pages hold them once
     state: int = 0  # elements of the state of a sequence, of float32; 0: the layer has pages
 
-    def shape(self, pages: Any, slots: int, dtype: str) -> tuple[Any, ...]:
-        """Shape of the cache.
-
-        Parameters
-        ----------
-        pages : int or PrimExpr
-            Number of pages.
-        slots : int
-            Number of sequences.
-        dtype : str
-            One of `PAGE_TYPES`.
-        """
+    def shape(
+        self,
+        pages: Any,  # number of pages
+        slots: int,  # number of sequences
+        dtype: str,  # one of `PAGE_TYPES`
+    ) -> tuple[Any, ...]:
+        """Shape of the cache."""
         if self.state:
             return slots, self.state
         return page_shape(pages, self.kv_heads, self.size, dtype, self.shared)
 
     def dtype(self, page_type: str) -> str:
-        """Element type of the cache, given that of pages.
-
-        Parameters
-        ----------
-        page_type : str
-            One of `PAGE_TYPES`.
-        """
+        """Element type of the cache, given that of pages. `page_type`: one of `PAGE_TYPES`."""
         return "float32" if self.state else page_type
 
     def unit_bytes(self, dtype: str) -> int:
-        """Bytes of a page, or of the state of a sequence.
-
-        Parameters
-        ----------
-        dtype : str
-            Element type of the cache, one of `PAGE_TYPES`.
-        """
+        """Bytes of a page, or of the state of a sequence. `dtype`: element type of the cache, one of `PAGE_TYPES`."""
         return 4 * self.state or page_bytes(self.kv_heads, self.size, dtype, self.shared)

@@ -37,17 +37,8 @@ def simplify_requantization(
 ) -> tuple[Expression, dict[int, np.ndarray]]:
     """The expression with fewer ops, if it has a rounding.
 
-    Parameters
-    ----------
-    dtypes : sequence of str
-        Element types of the expression's operands.
-    constants : mapping
-        Index of each constant operand, and its elements.
-
-    Returns
-    -------
-    expression, constants
-        Operands from ``len(dtypes)`` on are new constants, which broadcast like those that they replace.
+    `dtypes`: element types of the expression's operands. `constants`: index of each constant operand, and its elements.
+    Operands from ``len(dtypes)`` on are new constants, which broadcast like those that they replace.
     """
     if not any(term.op == "round" for term in expression.terms()):
         return expression, {}
@@ -92,7 +83,7 @@ class _Simplifier:
         first, second = term.args
         if term.op == "divide":
             factor = self._constant_value(second)
-            return term if factor is None or not np.all(factor) else self._times(first, _inverse(factor))
+            return term if factor is None or not np.all(factor) else self._times(first, np.asarray(1.0 / factor))
         for value, other in ((first, second), (second, first)):
             factor = self._constant_value(other)
             if factor is not None and self._constant_value(value) is None:
@@ -161,10 +152,6 @@ class _Simplifier:
         return Term("operand", (), (self.count - 1,))
 
 
-def _inverse(factor: np.ndarray) -> np.ndarray:
-    return np.asarray(1.0 / factor)
-
-
 def _is_integral(term: Term) -> bool:
     """True if a float term is a whole number within the bounds of its cast, as QuantizeLinear clips it."""
     if term.op != "clip":
@@ -195,22 +182,13 @@ def _without_relu(term: Term) -> Term:
 _OPS_WITH_NUMBERS = ("add", "subtract", "multiply")
 _FORMULA_CONSTANTS = (-1.0, 0.0, 0.5, 1.0, 2.0)
 """Numbers of a formula, not measured on a model's data: they are the same in all its layers."""
-_BYTE_RANGE = 255.0
-"""Difference of the maximum and the minimum byte."""
+_BYTE_RANGE = 255.0  # difference of the maximum and the minimum byte
 
 
 def numbers_as_operands(expression: Expression, dtypes: Sequence[str]) -> tuple[Expression, list[np.ndarray]]:
     """The expression with its float32 and int32 numbers as operands.
 
-    Parameters
-    ----------
-    dtypes : sequence of str
-        Element types of the expression's operands.
-
-    Returns
-    -------
-    expression, numbers
-        Operands from ``len(dtypes)`` on are the numbers, of shape ().
+    `dtypes`: element types of the expression's operands. Operands from ``len(dtypes)`` on are the numbers, of shape ().
     """
     rewriter = _Rewriter(dtypes)
     result = Expression(rewriter.rewritten(expression.term))

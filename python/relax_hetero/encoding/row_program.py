@@ -46,10 +46,8 @@ class RowProgram:
     def parse(text: str) -> RowProgram:
         """The program that `str` wrote.
 
-        Raises
-        ------
-        EncodingError
-            For other text: an unknown kind, a reduction used before its definition, or an operand that is never used.
+        Raises EncodingError for other text: an unknown kind, a reduction used before its definition, or an operand that
+        is never used.
         """
         *statements, last = (part.strip() for part in text.split(";"))
         count = 1 + max(map(int, re.findall(r"\bx([0-9]{1,6})\b", text)), default=-1)

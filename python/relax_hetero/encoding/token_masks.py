@@ -12,8 +12,7 @@ import numpy as np
 
 MASKED_TOKENS = "masked_tokens"
 """Function of a language model's module that takes logits and masks (`frontend.greedy_tokens.masked_tokens`)."""
-MASK_BITS = 32
-"""Tokens of a word, int32."""
+MASK_BITS = 32  # tokens of a word, int32
 
 
 def mask_words(vocabulary: int) -> int:

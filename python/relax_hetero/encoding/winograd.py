@@ -17,11 +17,8 @@ from math import prod
 
 import numpy as np
 
-WINDOW = 3
-"""Elements of a window along each of its two dimensions."""
-
-POINTS: dict[int, tuple[float, ...]] = {2: (1.0,), 4: (0.5**0.5, 2**0.5)}
-"""The positive points, by m."""
+WINDOW = 3  # elements of a window along each of its two dimensions
+POINTS: dict[int, tuple[float, ...]] = {2: (1.0,), 4: (0.5**0.5, 2**0.5)}  # the positive points, by m
 
 
 def positions(m: int) -> int:

@@ -14,8 +14,7 @@ from ..target.mesh import mesh_positions
 from ..target.vdevice import is_cpu
 from ..tir.math.extremes import index_wins
 
-_GPU_PARTS = 64
-"""Maximum parts of a row on GPUs: blocks that share the logits of one row."""
+_GPU_PARTS = 64  # maximum parts of a row on GPUs: blocks that share the logits of one row
 
 
 def greedy_tokens(

@@ -17,14 +17,9 @@ from ..errors import FrontendError
 # Computed constants may have this multiple of the model's bytes: exporters put Cast, Transpose and Reshape on weights.
 _MODEL_BYTES_FACTOR = 8
 
-MAX_RANK = 64
-"""Maximum number of dimensions; numpy and kernels handle fewer."""
-
-MAX_NESTING = 64
-"""Maximum nesting of graphs and calls; exporters write less."""
-
-MAX_LIST = 1 << 16
-"""Maximum number of entries of attributes other than constants, trees and vocabularies."""
+MAX_RANK = 64  # maximum number of dimensions; numpy and kernels handle fewer
+MAX_NESTING = 64  # maximum nesting of graphs and calls; exporters write less
+MAX_LIST = 1 << 16  # maximum number of entries of attributes other than constants, trees and vocabularies
 
 
 @dataclass(frozen=True)

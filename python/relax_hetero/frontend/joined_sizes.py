@@ -21,8 +21,7 @@ from tvm_ffi import StructuralKey, structural_map
 from ..errors import FrontendError
 from ..transform.ir.named_sizes import is_long
 
-Bounds: TypeAlias = Mapping[tirx.Var, int]
-"""Upper bounds of symbolic sizes."""
+Bounds: TypeAlias = Mapping[tirx.Var, int]  # upper bounds of symbolic sizes
 
 
 class SizeIsBounded(FrontendError):

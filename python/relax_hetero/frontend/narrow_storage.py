@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from math import prod
 
 import tvm
 from tvm import relax, te, tirx
@@ -287,7 +288,4 @@ def _is_narrow_value(value: relax.Expr) -> bool:
 
 
 def _product(shape: relax.ShapeExpr) -> tirx.Expr:
-    count: tirx.Expr = tirx.const(1, "int64")
-    for dim in shape.values:
-        count = count * dim
-    return tvm.sym.Analyzer().simplify(count)
+    return tvm.sym.Analyzer().simplify(prod(shape.values, start=tirx.const(1, "int64")))

@@ -10,8 +10,7 @@ from tvm import relax, tirx
 from ..encoding.pages import PAGE, PAGE_TYPES, TABLES, LayerCache, pages_of_window
 from ..errors import FrontendError
 
-DECODE, VERIFY, CHUNK = "decode", "verify", "chunk"
-"""Kinds of functions: the `rows` argument of `cached_attention`."""
+DECODE, VERIFY, CHUNK = "decode", "verify", "chunk"  # kinds of functions: the `rows` argument of `cached_attention`
 
 
 @dataclass(frozen=True)

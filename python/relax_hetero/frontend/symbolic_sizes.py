@@ -21,8 +21,7 @@ from ..tir.core.builder import int64
 from ..transform.ir.requirements import DIVISIONS, divisors_in
 from .joined_sizes import analyzer_for, simplified
 
-# Larger constants are not sizes.
-_MAX_ELEMENTS = 64
+_MAX_ELEMENTS = 64  # larger constants are not sizes
 
 # Array of ints and int64 expressions. A rule returns one, or None if it does not apply.
 _Sizes = np.ndarray

@@ -58,8 +58,7 @@ class Reader:
             begin, stop = min(found, default=(len(self.text), ""))
             if not stop and not self.ended:
                 begin -= self._stop_prefix_length(stops)
-            part = self.text[self.position : begin]
-            (sink or parts.append)(part)
+            (sink or parts.append)(self.text[self.position : begin])
             self.position = begin + len(stop)
             if sink is not None:
                 self.release()

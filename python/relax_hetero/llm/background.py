@@ -13,11 +13,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger("relax_hetero")
 
-DELAY_SECONDS = 1.0
-"""Time before a task begins, in which a first text need not share the interpreter with it."""
+DELAY_SECONDS = 1.0  # time before a task begins, in which a first text need not share the interpreter with it
 _POLL_SECONDS = 0.05
-_awaited_work: list[None] = []
-"""An element for each `foreground` that runs."""
+_awaited_work: list[None] = []  # an element for each `foreground` that runs
 
 
 @contextmanager
@@ -33,12 +31,8 @@ def foreground() -> Iterator[None]:
 class BackgroundTask(Generic[T]):
     """A task in a thread, which begins after `DELAY_SECONDS` and `foreground`, or when its result is awaited.
 
-    It ends early if it is cancelled, or with the main thread. An error is logged.
-
-    Parameters
-    ----------
-    task : callable
-        Function of the task. It calls its argument now and then, which raises an exception to end it.
+    It ends early if it is cancelled, or with the main thread. An error is logged. `task`: function of the task. It
+    calls its argument now and then, which raises an exception to end it.
     """
 
     def __init__(self, task: Callable[[Callable[[], None]], T]) -> None:

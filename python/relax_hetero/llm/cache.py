@@ -35,24 +35,12 @@ NO_PAGE = -1
 
 
 class PageExtension(NamedTuple):
-    """Plan of a sequence's extension in a group.
+    """Plan of a sequence's extension in a group."""
 
-    Attributes
-    ----------
-    out_of_window : range
-        Columns whose pages have left the window.
-    copied_column : int or None
-        Column of a shared page that will be written to, and so is copied.
-    missing : range
-        Columns without a page.
-    pages : int
-        Pages that it takes, less the pages that it frees.
-    """
-
-    out_of_window: range
-    copied_column: int | None
-    missing: range
-    pages: int
+    out_of_window: range  # columns whose pages have left the window
+    copied_column: int | None  # column of a shared page that will be written to, and so is copied
+    missing: range  # columns without a page
+    pages: int  # pages that it takes, less the pages that it frees
 
 
 class PageGroup:

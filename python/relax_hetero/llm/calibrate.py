@@ -28,45 +28,29 @@ if TYPE_CHECKING:
     from ..frontend.gguf.scaling import Calibration
     from ..frontend.paged_cache import PagedCache
 
-STEPS = 16
-"""Decode steps of a measured call, whose tokens stay on the device from one to the next."""
-_MAX_BYTES = 2 << 30
-"""Weights of measured layers, unless those of each kind have more."""
+STEPS = 16  # decode steps of a measured call, whose tokens stay on the device from one to the next
+_MAX_BYTES = 2 << 30  # weights of measured layers, unless those of each kind have more
 _MIN_LAYERS = 2
 _BATCHES = (1, 2, 4, 8, 16, 32)
-_MIN_CACHED = 16
-"""Tokens of a text in the measured decode steps, besides those of a chunk."""
+_MIN_CACHED = 16  # tokens of a text in the measured decode steps, besides those of a chunk
 _MIN_DIFFERENCE, _MIN_MEASURED_DIFFERENCE = 0.05, 0.2
 """Minimum expected or measured time that a longer cache adds to a step, as a fraction of it; less is noise."""
-_NO_TIME = 1e-3
-"""Ratio of products whose time is negligible."""
+_NO_TIME = 1e-3  # ratio of products whose time is negligible
 _MIN_SECONDS, _MAX_SECONDS, _MIN_CALLS = 0.5, 5.0, 3
 """Time of the measured calls, unless one call takes longer; and their number, unless they take too long."""
 
 
 def calibrate(
-    file: GgufFile, cache: PagedCache, vdevices: Sequence[VDevice], costs: CostModel, texts: int
+    file: GgufFile,
+    cache: PagedCache,  # for its chunks and context
+    vdevices: Sequence[VDevice],  # equal devices
+    costs: CostModel,  # cost model of the first device, which the result corrects
+    texts: int,  # maximum number of texts of a decode step; more than 32 are not measured
 ) -> Calibration:
     """Measure a model on one device of this machine; takes a minute, or more for a large one.
 
-    The host's time for two GPUs is measured, too, if they are in this machine.
-
-    Parameters
-    ----------
-    file : GgufFile
-    cache : PagedCache
-        For its chunks and context.
-    vdevices : sequence of VDevice
-        Equal devices.
-    costs : CostModel
-        Cost model of the first device, which the result corrects.
-    texts : int
-        Maximum number of texts of a decode step; more than 32 are not measured.
-
-    Raises
-    ------
-    HeteroError
-        If the device is not in this machine, or the layers cannot be compiled.
+    The host's time for two GPUs is measured, too, if they are in this machine. Raises HeteroError if the device is not
+    in this machine, or the layers cannot be compiled.
     """
     from ..frontend.auto.measure_devices import are_present
     from ..frontend.gguf.hyperparameters import hyperparameters_of
@@ -127,12 +111,7 @@ def calibrate(
 def _product_ratio(expected: Callable[[float], float], measured: float) -> float:
     """Time of products over the expected one, from that of a prefill; 1 if products are less than half of it.
 
-    Parameters
-    ----------
-    expected : callable
-        Expected time of the prefill, given this ratio.
-    measured : float
-        Measured time.
+    `expected`: expected time of the prefill, given this ratio. `measured`: measured time.
     """
     others, whole = expected(_NO_TIME), expected(1.0)
     return max((measured - others) / (whole - others), _NO_TIME) if others < min(measured, whole) / 2 else 1.0

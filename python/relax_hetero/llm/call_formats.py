@@ -18,11 +18,9 @@ from .special_tokens import SpecialTokens
 from .structured_output import JSON_OPTIONS, pattern_rule
 
 Schemas = Mapping[str, Mapping[str, Any]]
-ANY_TEXT = r"/(?s:.*)/"
-"""Terminal of Lark."""
+ANY_TEXT = r"/(?s:.*)/"  # terminal of Lark
 _ALPHANUMERIC = string.ascii_letters + string.digits
-_MAX_REFERENCES = 16
-"""Number of references to follow from one schema to the next: some name themselves."""
+_MAX_REFERENCES = 16  # number of references to follow from one schema to the next: some name themselves
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,7 @@ class CallFormat:
 
     name: str  # name, for options
     texts: tuple[str, ...]  # texts that are all in the chat templates of models with this format
-    # Routine that parses an answer after the reasoning.
-    parse: Callable[[Reader, AnswerParser], Routine[None]]
+    parse: Callable[[Reader, AnswerParser], Routine[None]]  # routine that parses an answer after the reasoning
     # Texts before and after the arguments of a call, between two, before all calls and after all, in calls that the
     # server forces; ``{name}`` is the tool. No calls follow the first if `between` is None.
     before: str

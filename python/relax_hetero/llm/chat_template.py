@@ -60,8 +60,7 @@ _MAX_NAME_CHARACTERS = 1 << 18
 """Maximum total length of control tokens' names for which `_Marks` leaves texts unmarked; some thousands are usual."""
 CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
 """Limits of processor time and elapsed time for rendering a prompt, and for compiling the template."""
-_EXIT_SECONDS = 1.0
-"""Time after which a process that does not exit is killed."""
+_EXIT_SECONDS = 1.0  # time after which a process that does not exit is killed
 _REASON_BY_CODE = {template_worker.BEYOND_MEMORY: template_worker.MEMORY_TEXT}
 if HAS_PROCESS_LIMITS:
     _REASON_BY_CODE[-signal.SIGPROF] = f"takes more than {CPU_SECONDS:g} s of processor time"

@@ -426,16 +426,12 @@ class CompiledModel(Model):
         positions[count:] = length + count - 1
         results = self._call(f"prefill_{rows}", tokens, positions, np.full(count, slot), count - 1)
         logits = self._to_host(f"prefill_{rows}", results, count if self._has_all_logits else 1)
-        if all_logits:
-            return logits[:count]
-        return logits[0 if len(logits) == 1 else count - 1]
+        return logits[:count] if all_logits else logits[0 if len(logits) == 1 else count - 1]
 
     @property
     def prompt_chunk(self) -> int:
         """Maximum number of tokens of one call of `prefill_logits`."""
-        if self._has_all_logits:
-            return self.chunk
-        return max(self._rows_of_a_sequence, 1)
+        return self.chunk if self._has_all_logits else max(self._rows_of_a_sequence, 1)
 
     @property
     def _rows_of_a_sequence(self) -> int:

@@ -14,16 +14,13 @@ from ..errors import CacheError
 from .model import DecodeStep, Model
 from .prefix_cache import PrefixCache
 from .sequence import Sequence
-from .speculation import StepTimes
+from .speculation import Proposer, StepTimes
 
 _log = logging.getLogger("relax_hetero")
 
-_PREFIXES = 4
-"""Number of texts that have ended to keep in the cache."""
-_MAX_LENGTH = 16
-"""Number of missing tokens up to which their cost is that of a draft."""
-_UNKNOWN_SECONDS = 1e-9
-"""Time of a chunk before any was measured: some, so that it counts as a beginning."""
+_PREFIXES = 4  # number of texts that have ended to keep in the cache
+_MAX_LENGTH = 16  # number of missing tokens up to which their cost is that of a draft
+_UNKNOWN_SECONDS = 1e-9  # time of a chunk before any was measured: some, so that it counts as a beginning
 
 
 @dataclass
@@ -44,7 +41,7 @@ class _Cached:
             self.verified += 1
 
 
-class DraftModel:
+class DraftModel(Proposer):
     """Proposer of the tokens that a small model writes.
 
     A greedy text gets the draft model's greedy tokens. A sampled one gets tokens that are sampled with the random

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
 
-LENGTHS = (32, 128, 512, 2048)
-"""Default maximum tokens of texts, as far as the model was trained for them."""
+LENGTHS = (32, 128, 512, 2048)  # default maximum tokens of texts, as far as the model was trained for them
 
 
 class Encoder:

@@ -17,18 +17,15 @@ from .draft_model import DraftModel
 from .errors import EngineClosedError, EngineFullError, RequestError
 from .model import Model, TokenizerProtocol
 from .params import SamplingParams
-from .prompt_lookup import PromptLookup
 from .request import Completion, Request
 from .scheduler import Load, Scheduler
 from .sequence import Sequence
 from .special_tokens import NamingTokenizer
-from .speculation import Proposer
+from .speculation import PromptLookup, Proposer
 from .structured_output import Grammars
 
-SPEED_WINDOW_SECONDS = 10.0
-"""Seconds over which `Statistics.tokens_per_second` is averaged."""
-CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""OpenAI's error code for prompts that do not fit into the context."""
+SPEED_WINDOW_SECONDS = 10.0  # seconds over which `Statistics.tokens_per_second` is averaged
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's error code for prompts that do not fit into the context
 _MAX_TTFT_SAMPLES = 100
 
 

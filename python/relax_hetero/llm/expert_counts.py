@@ -21,8 +21,7 @@ from ..encoding.pages import EXPERT_COUNTS
 from ..errors import HeteroError
 from ..vm.device.tensors import copy_into, empty
 
-WRITE_SECONDS = 60.0
-"""Time between two writes of a file."""
+WRITE_SECONDS = 60.0  # time between two writes of a file
 _MAX_COUNTS_BYTES = 1 << 26
 
 _log = logging.getLogger("relax_hetero")

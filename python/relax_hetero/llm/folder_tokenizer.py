@@ -131,7 +131,6 @@ _BERT_OPTIONS = {
     "normalizer.strip_accents": "strip_accents",
     "normalizer.handle_chinese_chars": "tokenize_chinese_chars",
 }
-_MAX_HOLES = 1024
-"""Added tokens have ids below twice the number of pieces, plus this number."""
+_MAX_HOLES = 1024  # added tokens have ids below twice the number of pieces, plus this number
 _READERS = {"tokenizer.model": _read_sentencepiece, "spiece.model": _read_sentencepiece, "vocab.txt": _read_words}
 """Readers of the metadata that a GGUF file of the same tokenizer has, by file, in the order in which they are tried."""

@@ -63,8 +63,7 @@ BATCHES, CHUNKS = (1, 2, 4, 8), (32, 256)
 """Default batch sizes of decode functions, and chunk lengths of prefill functions."""
 MIXTURE_CHUNKS = (32, 512, 2048)
 """Default chunk lengths of mixtures of experts with a GPU: rows share the time to read, or to copy, all experts."""
-CONTEXT = 4096
-"""Default maximum number of tokens of a sequence, unless the model was trained for fewer."""
+CONTEXT = 4096  # default maximum number of tokens of a sequence, unless the model was trained for fewer
 
 _log = logging.getLogger("relax_hetero")
 
@@ -101,14 +100,10 @@ _DEFAULTS = {
     "verify_drafts": False,
 }
 """Default options of GGUF files in `load`."""
-_DRAFT_OPTIONS = ("batches", "slots", "context")
-"""Those that a draft model gets, too."""
-_ONNX_OPTIONS = ("batches", "chunks", "slots", "context", "page_type")
-"""Those that apply to ONNX decoders, too."""
-BACKGROUND_LAYERS = 8
-"""Minimum layers of a model whose functions are compiled in two parts: fewer compile in seconds."""
-BACKGROUND_BYTES = 4 << 30
-"""Maximum bytes of such a model's files, since both parts pack all weights."""
+_DRAFT_OPTIONS = ("batches", "slots", "context")  # those that a draft model gets, too
+_ONNX_OPTIONS = ("batches", "chunks", "slots", "context", "page_type")  # those that apply to ONNX decoders, too
+BACKGROUND_LAYERS = 8  # minimum layers of a model whose functions are compiled in two parts: fewer compile in seconds
+BACKGROUND_BYTES = 4 << 30  # maximum bytes of such a model's files, since both parts pack all weights
 
 
 @dataclass(frozen=True)

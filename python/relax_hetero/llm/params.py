@@ -9,8 +9,7 @@ from typing import Any
 from .errors import RequestError, TokenizerError
 from .structured_output import StructuredOutputs
 
-MAX_LOGPROBS = 20
-"""Limit of OpenAI's ``top_logprobs``."""
+MAX_LOGPROBS = 20  # limit of OpenAI's ``top_logprobs``
 MAX_STOPS = 16
 DEFAULTS_IN_FILES = {
     "temperature": "general.sampling.temp",

@@ -69,9 +69,7 @@ class PrefixCache:
             key=lambda match: match[1],
             default=None,
         )
-        if best is None or best[1] < self._min_tokens:
-            return None
-        return best
+        return None if best is None or best[1] < self._min_tokens else best
 
     def begin(self, prefix: Prefix, length: int) -> int | None:
         """Begin a sequence with the first `length` tokens of a prefix, and return its slot.

@@ -19,10 +19,8 @@ from ..encoding.token_masks import is_allowed, is_dense, tokens_of_mask
 from ..errors import HeteroError
 from .params import SamplingParams
 
-_LANES = 1024
-"""Lanes of the vocabulary, to which tokens belong in turn: numpy takes maxima of all lanes at once."""
-_BLOCK = 256
-"""Weights per block of a sum."""
+_LANES = 1024  # lanes of the vocabulary, to which tokens belong in turn: numpy takes maxima of all lanes at once
+_BLOCK = 256  # weights per block of a sum
 _TOP_P_CANDIDATES, _TOP_P_GROWTH = 256, 8
 """Number of tokens that `top_p` sorts first, and its growth while their probabilities sum to less."""
 

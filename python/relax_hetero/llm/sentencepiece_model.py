@@ -14,18 +14,15 @@ import numpy as np
 
 from .errors import TokenizerError
 
-UNIGRAM, BPE = 1, 2
-"""Types of models: the most probable pieces, or pairs merged by score."""
+UNIGRAM, BPE = 1, 2  # types of models: the most probable pieces, or pairs merged by score
 
 # Field numbers of messages.
 _PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
 _PIECE, _SCORE, _TYPE = 1, 2, 3
 _MODEL_TYPE, _BYTE_FALLBACK, _UNKNOWN_ID, _BEGIN_ID, _END_ID = 3, 35, 40, 41, 42
 _CHARACTER_MAP, _ADD_DUMMY_PREFIX, _REMOVE_EXTRA_WHITESPACES, _ESCAPE_WHITESPACES = 2, 3, 4, 5
-_NUMBER, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
-"""Wire types of protobuf."""
-_NORMAL = 1
-"""Type of pieces that do not say any."""
+_NUMBER, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5  # wire types of protobuf
+_NORMAL = 1  # type of pieces that do not say any
 _NODES_AT_ONCE = 4096
 
 

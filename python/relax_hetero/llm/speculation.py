@@ -9,28 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from .sequence import Sequence as Text
 
-_SMOOTHING = 0.25
-"""Weight of the latest value in averages of times."""
-_TOKEN = 0.1
-"""Weight of the latest token of a draft in its text's acceptance."""
-_FORGETTING = 1 / 64
-"""Weight of `_UNKNOWN` in the acceptance of drafts that do not pay, at each step without them."""
-_UNKNOWN = 0.6
-"""Acceptance of a proposer of which nothing is known."""
-_MARGIN = 1.03
-"""Minimum expected gain of a draft."""
-_LOSS = 0.01
-"""Fraction of the time of steps without drafts that drafts may lose."""
-_MIN_CREDIT, _MAX_CREDIT = 1, 4
-"""Steps that drafts may lose at first, and at most after they have paid."""
-_ROW = 0.15
-"""Time of a further row of a step, as a fraction of the step's, if it is not known."""
-_HORIZON = 128
-"""Maximum number of tokens over which the cost of a beginning is spread."""
+_SMOOTHING = 0.25  # weight of the latest value in averages of times
+_TOKEN = 0.1  # weight of the latest token of a draft in its text's acceptance
+_FORGETTING = 1 / 64  # weight of `_UNKNOWN` in the acceptance of drafts that do not pay, at each step without them
+_UNKNOWN = 0.6  # acceptance of a proposer of which nothing is known
+_MARGIN = 1.03  # minimum expected gain of a draft
+_LOSS = 0.01  # fraction of the time of steps without drafts that drafts may lose
+_MIN_CREDIT, _MAX_CREDIT = 1, 4  # steps that drafts may lose at first, and at most after they have paid
+_ROW = 0.15  # time of a further row of a step, as a fraction of the step's, if it is not known
+_NGRAM = 3  # number of last tokens to look up
+_MAX_INDEXED = 1 << 14  # number of last tokens of a prompt that are indexed, which take about 150 bytes each
+_HORIZON = 128  # maximum number of tokens over which the cost of a beginning is spread
 
 
 class StepTimes:
@@ -64,28 +56,80 @@ def _size(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-class Proposer(Protocol):
+class Proposer:
     """Source of drafts of several texts. `name`: name in statistics."""
 
     name: str
 
     def limit(self, text: Text) -> int:
         """Maximum number of tokens that it can draft now; 0 if it has none."""
+        raise NotImplementedError
 
     def seconds(self, text: Text, texts: int, length: int) -> tuple[float, float]:
         """Time of a draft in a step, and that of its beginning, which later drafts save.
 
         `texts`, `length`: number of texts with drafts, and tokens of each.
         """
+        return 0.0, 0.0
 
     def draft(self, lengths: Mapping[Text, int]) -> Mapping[Text, list[int]]:
         """Draft tokens, at most so many of each text as `lengths` say; texts may get fewer, or be missing."""
+        raise NotImplementedError
 
     def release(self, text: Text) -> None:
         """Forget a text that has ended or was preempted, perhaps one that is not known."""
 
     def close(self) -> None:
         """Free what is kept of texts that have ended."""
+
+
+class _Index:
+    """Places of the n-grams of a growing list of tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+        self._after: dict[tuple[int, ...], int] = {}  # offset after the last occurrence of each n-gram
+        self._indexed = max(_NGRAM, len(tokens) - _MAX_INDEXED)
+
+    def find(self) -> int | None:
+        """Offset after the last earlier occurrence of the last tokens."""
+        tokens = self._tokens
+        for end in range(self._indexed, len(tokens)):
+            self._after[tuple(tokens[end - _NGRAM : end])] = end
+        self._indexed = max(self._indexed, len(tokens))
+        return self._after.get(tuple(tokens[-_NGRAM:])) if len(tokens) > _NGRAM else None
+
+
+class PromptLookup(Proposer):
+    """Prompt look-up: the last tokens of a text occurred before, so what followed them may follow again."""
+
+    name = "lookup"
+
+    def __init__(self) -> None:
+        self._indices: dict[Text, _Index] = {}
+
+    def limit(self, text: Text) -> int:
+        """See `Proposer`: a draft that reaches the end follows itself."""
+        return 0 if self._find(text) is None else text.remaining
+
+    def draft(self, lengths: Mapping[Text, int]) -> Mapping[Text, list[int]]:
+        """See `Proposer`."""
+        drafts = {}
+        for text, length in lengths.items():
+            begin = self._find(text)
+            if begin is not None:
+                period = text.tokens[begin:]
+                drafts[text] = [period[index % len(period)] for index in range(length)]
+        return drafts
+
+    def release(self, text: Text) -> None:
+        """See `Proposer`."""
+        self._indices.pop(text, None)
+
+    def _find(self, text: Text) -> int | None:
+        if text not in self._indices:
+            self._indices[text] = _Index(text.tokens)
+        return self._indices[text].find()
 
 
 class Speculation:

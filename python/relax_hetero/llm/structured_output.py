@@ -31,8 +31,7 @@ JSON_OPTIONS = {"whitespace_pattern": r"(| |\n{1,2}[ \t]{0,20})"}
 """Options of llguidance for JSON: blanks as in llama.cpp's grammars, so that a weak model cannot write them forever."""
 _MAX_COMPILED = 16
 """Number of compiled grammars to keep for further requests; large ones take a second to compile, and up to 50 MB."""
-_MAX_LEXER_STATES = 50_000
-"""Limit of a grammar's states, each of 1 to 2 KB; JSON schemas have some hundreds."""
+_MAX_LEXER_STATES = 50_000  # limit of a grammar's states, each of 1 to 2 KB; JSON schemas have some hundreds
 _MAX_SOURCE_CHARACTERS = 1 << 20
 _GBNF_RULE = re.compile(r"^\s*([\w-]+)\s*::=", re.MULTILINE)
 _GBNF_WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*]|#[^\n]*|[\w-]+', re.DOTALL)

@@ -23,24 +23,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MAX_MEMORY_BYTES = 512 << 20
-"""Limit of the process's address space."""
+MAX_MEMORY_BYTES = 512 << 20  # limit of the process's address space
 MEMORY_TEXT = f"takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
-MAX_PROMPT = 16 << 20
-"""Maximum number of characters of a prompt."""
-MAX_ANSWER = 4 * MAX_PROMPT
-"""Maximum number of bytes of an answer."""
-MAX_ERROR = 500
-"""Maximum number of characters of an error's message."""
+MAX_PROMPT = 16 << 20  # maximum number of characters of a prompt
+MAX_ANSWER = 4 * MAX_PROMPT  # maximum number of bytes of an answer
+MAX_ERROR = 500  # maximum number of characters of an error's message
 _MAX_LITERALS, MAX_LITERAL = 1000, 64
 """Maximum number of a template's literals, and of characters of one; texts that templates search for are short."""
 REQUEST, ANSWER = struct.Struct("<Q"), struct.Struct("<BQ")
 DONE, REFUSED, FAILED, BEYOND_LIMITS = range(4)
 """Statuses: success; refusal by the template (``raise_exception``); error in the template; exceeded limit."""
-BEYOND_MEMORY = 3
-"""Exit code of a process that has seen itself use more than `MAX_MEMORY_BYTES`."""
-_WATCH_SECONDS = 0.01
-"""Interval at which a process watches its memory where the system does not limit it."""
+BEYOND_MEMORY = 3  # exit code of a process that has seen itself use more than `MAX_MEMORY_BYTES`
+_WATCH_SECONDS = 0.01  # interval at which a process watches its memory where the system does not limit it
 _ESCAPED = re.compile("[^\x00-\x7f\ufdd0-\ufdef]")
 _PARENT_SECONDS = 5.0
 """Interval at which an idle process checks that its parent lives, in case another process holds the pipe open."""

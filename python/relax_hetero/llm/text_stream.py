@@ -54,9 +54,7 @@ class TextStream:
     def finish(self) -> Delta:
         """Return the rest of the text at its end; an incomplete character becomes U+FFFD."""
         delta = self._grow(self._decoder.decode(b"", True))
-        if self.stopped:
-            return delta
-        return _join(delta, self._take(len(self._pending), everything=True))
+        return delta if self.stopped else _join(delta, self._take(len(self._pending), everything=True))
 
     def _grow(self, text: str, may_stop: bool = True) -> Delta:
         if self.stopped:

@@ -32,8 +32,7 @@ _PARTS = (
 )
 _EXPERTS = re.compile(r"_exps|moe|experts")
 _SUMS = "calls", "weights", "cache", "transferred"
-# Ops that read some rows of a table.
-_GATHERS = {"block_rows", "take"}
+_GATHERS = {"block_rows", "take"}  # ops that read some rows of a table
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,7 @@ ENDS = ALWAYS_CONTROL | {"</s>", "<eos>", "<|end_of_text|>", "[EOT]", "[EOS]"}
 """Names of tokens that end a turn or a text: files often name only one of them."""
 _PARTS_OF_TURNS = {"<|end|>": ("<|return|>", "<|flush|>"), "</s>": ("<|tool_response>",)}
 """Names that do not end a turn in vocabularies with one of the others (gpt-oss and Solar, Gemma 4)."""
-_KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
-"""Control tokens of Phi-3 that keep spaces after them."""
+_KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}  # control tokens of Phi-3 that keep spaces after them
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
 
 

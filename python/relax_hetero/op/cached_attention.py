@@ -22,8 +22,7 @@ CACHED_ATTENTION = "relax.hetero.cached_attention"
 ROTARIES = ("", "halves", "pairs")
 NORMS = ("", "q", "k", "qk")
 ROWS = ("decode", "verify", "chunk")
-PAGES = 1
-"""Index of the operand that is written in place."""
+PAGES = 1  # index of the operand that is written in place
 
 _FIRST_OPTIONAL = 5
 _ACTIVATIONS = ("float32", "float16", "bfloat16")

@@ -68,7 +68,7 @@ def number(extent: Any) -> Any:
 
 def is_one(extent: Any) -> bool:
     """Return whether an extent is known to be 1."""
-    return isinstance(extent, tvm.tirx.IntImm) and int(extent) == 1
+    return isinstance(extent, (int, tvm.tirx.IntImm)) and int(extent) == 1
 
 
 def differ(extent: Any, other: Any) -> bool:

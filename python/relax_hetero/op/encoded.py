@@ -36,8 +36,7 @@ SET, UNSET, RELAYOUT, PREPACKED, MATMUL, CONV, ELEMENTWISE = (
     for name in ("set_encoding", "unset_encoding", "relayout", "prepacked", "matmul", "conv", "elementwise")
 )
 ENCODED_OPS = (SET, UNSET, RELAYOUT, PREPACKED, MATMUL, CONV, ELEMENTWISE)
-PRODUCTS = (MATMUL, CONV)
-"""Encoded ops that sum products of two encoded operands; their kernels compute epilogues."""
+PRODUCTS = (MATMUL, CONV)  # encoded ops that sum products of two encoded operands; their kernels compute epilogues
 
 EncodingLike = Encoding | str
 LayoutLike = PackedLayout | str

@@ -23,11 +23,8 @@ from .definition import check_attrs, differ, extents_of, make_call, number, regi
 DEQUANTIZE_BLOCKS, BLOCK_MATMUL = "relax.hetero.dequantize_blocks", "relax.hetero.block_matmul"
 BLOCK_ROWS = "relax.hetero.block_rows"
 
-ACTIVATION_BITS = (8, 16)
-"""Bits of the integers that the other operand of a product may be rounded to."""
-
-ROWS = ("", "decode", "chunk")
-"""Kinds of rows of the other operand, as in `cached_attention`; empty for any."""
+ACTIVATION_BITS = (8, 16)  # bits of the integers that the other operand of a product may be rounded to
+ROWS = ("", "decode", "chunk")  # kinds of rows of the other operand, as in `cached_attention`; empty for any
 
 _ZERO_POINT_TYPES = ("uint8", "float32")
 _FACTOR_TYPES = ("float16",)
@@ -237,8 +234,7 @@ def infer_block_rows(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tensor
     check_attrs(call, BlockRowsAttrs)
     _check_call(call, BlockRowsAttrs, 2)
     form, depth = block_format(str(call.attrs.format)), int(call.attrs.depth)
-    weight = _packed_weight(call, 0)
-    layout = layout_of(weight, form, depth)
+    layout = layout_of(_packed_weight(call, 0), form, depth)
     shapes = layout.shapes(int(call.attrs.rows), form, depth)
     _check_call(call, BlockRowsAttrs, len(shapes) + 1)
     _check_weights(call, 0, shapes, layout)

@@ -27,8 +27,7 @@ from .definition import check_attrs, register_op, register_statement
 
 REQUIREMENT = "relax.hetero.requirement"
 
-MET = relax.ShapeType([1])
-"""The type that a requirement is cast to: an arbitrary shape of known rank."""
+MET = relax.ShapeType([1])  # the type that a requirement is cast to: an arbitrary shape of known rank
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.RequirementAttrs")

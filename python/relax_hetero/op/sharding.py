@@ -55,15 +55,7 @@ def shard(x: relax.Expr, placement: str) -> relax.Call:
 def split_axes(placement: str) -> list[int | None]:
     """The axis that is split along each axis of the mesh; None for ``"R"``.
 
-    Parameters
-    ----------
-    placement : str
-        ``"R"`` or ``"S[a]"`` for each axis of the mesh.
-
-    Raises
-    ------
-    PlacementError
-        If it is something else.
+    `placement`: ``"R"`` or ``"S[a]"`` for each axis of the mesh. Raises PlacementError if it is something else.
     """
     matches = [_PLACEMENT.fullmatch(text) for text in placement.split(",")] if isinstance(placement, str) else [None]
     axes = [None if match is None or match["axis"] is None else int(match["axis"]) for match in matches]

@@ -70,10 +70,8 @@ def show_errors() -> None:
 class _ShowErrors:
     """Hook for exceptions that end the program, which calls the previous hook at its end.
 
-    Parameters
-    ----------
-    hook : callable
-        Previous hook: TVM's, which prints a ``DiagnosticError`` only with ``TVM_BACKTRACE=1``, or one that calls it.
+    `hook`: previous hook: TVM's, which prints a ``DiagnosticError`` only with ``TVM_BACKTRACE=1``, or one that calls
+    it.
     """
 
     def __init__(self, hook: Any) -> None:
@@ -103,10 +101,7 @@ def hint_on_device(data: Operand, dst_vdevice: VDeviceSpec, memory_scope: str | 
 def lookup_vdevice(target_kind: str | None = None, device_index: int = -1) -> tvm.relax.VDevice:
     """The `device_index`-th vdevice of a kind ("vdevice": of all) in the module under construction.
 
-    Raises
-    ------
-    VDeviceError
-        If the module lacks the vdevice, or no module is under construction.
+    Raises VDeviceError if the module lacks the vdevice, or no module is under construction.
     """
     if not isinstance(target_kind, str):
         raise VDeviceError(f"lookup_vdevice needs a target kind or 'vdevice', got {target_kind!r}")

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ..vm.file.executable import Executable
     from ..vm.queue.trace import Trace
 
-SCHEMA = 1
-"""Version of the JSON format."""
+SCHEMA = 1  # version of the JSON format
 
 Data = dict[str, Any]
 
@@ -38,10 +37,8 @@ Data = dict[str, Any]
 # Minimum fractions of a call's time for a suggestion: kernels with the same bound together, one kernel, and transfers
 # or the virtual machine's own work.
 _MIN_BOUND_SHARE, _MIN_KERNEL_SHARE, _MIN_OVERHEAD_SHARE = 0.2, 0.1, 0.05
-_MIN_SPEEDUP = 1.5
-"""Minimum ratio of the measured rates of a 16-bit type and float32 for suggesting the former."""
-_SLOW_SHARE_OF_PEAK = 0.4
-"""Fraction of its device's peak below which a kernel is slow."""
+_MIN_SPEEDUP = 1.5  # minimum ratio of the measured rates of a 16-bit type and float32 for suggesting the former
+_SLOW_SHARE_OF_PEAK = 0.4  # fraction of its device's peak below which a kernel is slow
 _HALF_TYPES = {"f16": "float16", "bf16": "bfloat16"}
 
 

@@ -33,16 +33,14 @@ from ..transform.record.region_attrs import regions_of
 from .page import page_of
 from .written_report import report_path, write_page
 
-Flow: TypeAlias = "frozenset[int] | tuple[Flow, ...]"
-"""Nodes that compute a value, by field for tuples."""
+Flow: TypeAlias = "frozenset[int] | tuple[Flow, ...]"  # nodes that compute a value, by field for tuples
 
 _NOTHING: frozenset[int] = frozenset()
 _RUN_TIME_TRANSFER = "relax_hetero.to_device"
 _HIDDEN = ("vm.builtin.", "relax_hetero.pinned_storage")
 _HIDDEN_OPS = ("relax.vm.", "relax.memory.", "relax.builtin.", "relax.call_builtin_with_ctx")
 
-UNPLACED = "unplaced"
-"""Device of values that have no device yet."""
+UNPLACED = "unplaced"  # device of values that have no device yet
 
 
 def module_data(
@@ -251,8 +249,7 @@ class _Graph:
 
     def _connect(self, flow: Flow, to: int) -> None:
         for source in dict.fromkeys(_flat(flow)):
-            values = self.nodes[source]["values"]
-            nbytes = [value["bytes"] for value in values]
+            nbytes = [value["bytes"] for value in self.nodes[source]["values"]]
             total = sum(nbytes) if nbytes and None not in nbytes else None
             self._edges.setdefault((source, to, self.nodes[source]["name"]), total)
 
@@ -336,8 +333,7 @@ def _total_bytes(nodes: list[dict[str, Any]]) -> int:
     return sum(value["bytes"] or 0 for node in nodes for value in node["values"])
 
 
-_SWEEPS = 4
-"""Number of passes that reorder nodes within layers to reduce crossings."""
+_SWEEPS = 4  # number of passes that reorder nodes within layers to reduce crossings
 
 
 @dataclass(frozen=True)
@@ -409,8 +405,7 @@ def _sort(row: list[int], neighbours: Mapping[int, Sequence[int]], columns: Mapp
 
 
 _BOX_WIDTH, _GAP, _BOX_HEIGHT, _ROW_HEIGHT, _DUMMY_WIDTH = 148, 16, 36, 66, 18
-MAX_NODES = 250
-"""Maximum number of nodes of a picture; larger ones would not be readable."""
+MAX_NODES = 250  # maximum number of nodes of a picture; larger ones would not be readable
 
 
 def function_picture(data: Mapping[str, Any], function: str) -> Markup | None:
@@ -574,10 +569,7 @@ class ShownModule:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained page with a graph to zoom, to expand and to search.
 
-        Raises
-        ------
-        HeteroError
-            If the file cannot be written.
+        Raises HeteroError if the file cannot be written.
         """
         write_page(page_of(self.data), report_path(path))
 

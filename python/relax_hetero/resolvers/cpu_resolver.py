@@ -36,7 +36,7 @@ from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import HALF_TYPES, bytes_of, stored_type
 from ..target.tiles import conv_columns, matmul_columns, tile_columns
-from ..tir.conv.winograd_plan import Shape, estimated_speedup
+from ..tir.conv.conv_winograd import Shape, estimated_speedup
 
 if TYPE_CHECKING:
     import tvm
@@ -58,8 +58,7 @@ if TYPE_CHECKING:
 # that computes m x m results at a time with fewer multiplications (`encoding.winograd`), where that was measured to be
 # faster; windows of volumes in their inner dimensions, ``[n/n0, m + 2, m + 2, w0, k, n0]``.
 
-FEW_CHANNELS = 4
-"""Maximum number of channels of an image that is not permuted: they would not fill a vector."""
+FEW_CHANNELS = 4  # maximum number of channels of an image that is not permuted: they would not fill a vector
 
 WINOGRAD = ("avx512", "avx2")
 """Instruction sets for which Winograd's algorithm was measured to be faster: 1.4 to 2 times from 32 channels on."""
@@ -170,8 +169,7 @@ MAX_SKINNY_ROWS = 8
 """Maximum number of rows of the left operand for which packing the right one takes longer than it saves. Measured
 (AVX-512, float32, 4096x4096): 8 rows take a third of the time unpacked, one row a tenth."""
 
-GENERIC_TILE = 8
-"""Rows and columns of a tile of `GenericResolver` (as in IREE's VMVX)."""
+GENERIC_TILE = 8  # rows and columns of a tile of `GenericResolver` (as in IREE's VMVX)
 
 
 class CpuKernels(EncodingResolver):

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from .cpu_target import CpuTarget
 from .element_types import stored_type
 
-TILE_ROWS = 16
-"""Maximum number of rows of a tile register."""
-
-TILE_BYTES = 64
-"""Bytes of a row of a tile register."""
+TILE_ROWS = 16  # maximum number of rows of a tile register
+TILE_BYTES = 64  # bytes of a row of a tile register
 
 
 @dataclass(frozen=True)

@@ -357,8 +357,7 @@ class Backend:
         raise NotImplementedError(self.kind)
 
 
-ENTRY_POINTS = "relax_hetero.backends"
-"""Group of entry points by which other packages add back ends."""
+ENTRY_POINTS = "relax_hetero.backends"  # group of entry points by which other packages add back ends
 
 
 @cache

@@ -10,8 +10,7 @@ from tvm_ffi import libinfo
 from ..errors import BuildError
 
 _PACKAGE = Path(__file__).parents[1]
-CMAKE_FOLDER = _PACKAGE / "cmake"
-"""Folder of ``relax_hetero-config.cmake``."""
+CMAKE_FOLDER = _PACKAGE / "cmake"  # folder of ``relax_hetero-config.cmake``
 
 
 def include_folders() -> list[str]:
@@ -39,7 +38,5 @@ def compile_options() -> list[str]:
 def link_options() -> list[str]:
     """Options to link a program, which then finds the libraries where they are now."""
     # Programs call few functions of the run time, but need its loaders.
-    options = ["-Wl,--no-as-needed"]
-    for library in libraries():
-        options += [str(library), f"-Wl,-rpath,{library.parent}"]
-    return [*options, "-ldl"]
+    options = [option for library in libraries() for option in (str(library), f"-Wl,-rpath,{library.parent}")]
+    return ["-Wl,--no-as-needed", *options, "-ldl"]

@@ -11,15 +11,13 @@ from pathlib import Path
 
 from ..system import allowed_cpus
 
-NUMA_NODE = "numa:"
-"""Prefix of the ``model`` of a CPU target for one NUMA node, before the node's number."""
+NUMA_NODE = "numa:"  # prefix of the ``model`` of a CPU target for one NUMA node, before the node's number
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _DEVICES = Path("/sys/devices")
 _NODES = _DEVICES / "system/node"
 
-UNLIKE_CORES = "unlike-cores"
-"""Key of a CPU target whose cores differ in speed."""
+UNLIKE_CORES = "unlike-cores"  # key of a CPU target whose cores differ in speed
 
 TASKS_OF_UNLIKE_CORES = 4
 """Tasks of a parallel loop for each thread on cores of unlike speed: the last task is a quarter of an equal share."""

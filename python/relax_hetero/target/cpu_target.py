@@ -35,14 +35,12 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
 )
 
 
-QUICK_BF16 = "quick-avx512bf16"
-"""Feature besides LLVM's: vdpbf16ps is faster than widening to float32 and multiplying."""
+QUICK_BF16 = "quick-avx512bf16"  # feature besides LLVM's: vdpbf16ps is faster than widening to float32 and multiplying
 
 ZEN4 = "zen4"
 """Feature besides LLVM's: vectors of 512 bits are loaded, and computed, as two halves; see also `weight_prefetch`."""
 
-ZEN5 = "zen5"
-"""Feature besides LLVM's, for `weight_prefetch`."""
+ZEN5 = "zen5"  # feature besides LLVM's, for `weight_prefetch`
 
 WIDE_SVE = "wide-sve"
 """Feature besides LLVM's: vectors of SVE have the known length `CpuTarget.sve_bytes`, more than 16 bytes."""

@@ -39,22 +39,14 @@ def _names() -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
     return descriptions, families
 
 
-def device_hint(text: str, known: Sequence[str], tags: Sequence[str] = ()) -> str:
+def device_hint(
+    text: str,  # the unknown name
+    known: Sequence[str],  # valid names, with or without numbers: ``("llvm", "c")``, ``("llvm:0", "b/cuda:0")``
+    tags: Sequence[str] = (),  # names of whole targets, such as ``"nvidia/nvidia-h100"``
+) -> str:
     """End of an error message about an unknown device name.
 
-    Parameters
-    ----------
-    text : str
-        The unknown name.
-    known : sequence of str
-        Valid names, with or without numbers: ``("llvm", "c")``, ``("llvm:0", "b/cuda:0")``.
-    tags : sequence of str
-        Names of whole targets, such as ``"nvidia/nvidia-h100"``.
-
-    Returns
-    -------
-    str
-        Text that begins with "; ", or empty if no name is similar.
+    Returns the text that begins with "; ", or empty if no name is similar.
     """
     descriptions, families = _names()
     host, slash, rest = text.rpartition("/")

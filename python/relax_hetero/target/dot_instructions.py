@@ -65,11 +65,8 @@ class DotInstruction:
 _VECTOR = ("avx512", "avx2", "sse", "neon")
 _ANY = (*_VECTOR, "generic")
 
-FLOAT32_FMA = DotInstruction("fma", _ANY, (), ("float32",) * 3, "fma")
-"""Multiply-adds of float32, which every CPU has."""
-
-INT32_MLA = DotInstruction("mla", _ANY, (), ("int32",) * 3, "fma", temporaries=2)
-"""Multiply-adds of int32."""
+FLOAT32_FMA = DotInstruction("fma", _ANY, (), ("float32",) * 3, "fma")  # multiply-adds of float32, which every CPU has
+INT32_MLA = DotInstruction("mla", _ANY, (), ("int32",) * 3, "fma", temporaries=2)  # multiply-adds of int32
 
 _U8S8 = ("uint8", "int8", "int32")
 _S8S8 = ("int8", "int8", "int32")
@@ -179,19 +176,13 @@ def int16_steps(max_code: int) -> int:
     return (1 << 15) // (2 * 128 * max_code + 1)
 
 
-def block_dot_instruction(cpu: CpuTarget, max_code: int, steps: int, is_one_byte: bool) -> DotInstruction | None:
-    """The CPU's best instruction for block-quantized weights, or None.
-
-    Parameters
-    ----------
-    cpu : CpuTarget
-    max_code : int
-        Largest of the weights as unsigned bytes.
-    steps : int
-        Steps of an unrolled loop body, a multiple of those of a partial sum in int16.
-    is_one_byte : bool
-        Whether an activation is one byte, which is then not -128.
-    """
+def block_dot_instruction(
+    cpu: CpuTarget,
+    max_code: int,  # largest of the weights as unsigned bytes
+    steps: int,  # steps of an unrolled loop body, a multiple of those of a partial sum in int16
+    is_one_byte: bool,  # whether an activation is one byte, which is then not -128
+) -> DotInstruction | None:
+    """The CPU's best instruction for block-quantized weights, or None."""
     dot = dot_instruction_for(cpu, "int8", "uint8", "int32")
     if dot is not None and dot.form == "dot" and cpu.isa.name in ("avx512", "avx2"):
         return dot

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import tvm_ffi
 
-HALF_TYPES = ("bfloat16", "float16")
-"""16-bit floats, which kernels load and store, computing in float32."""
+HALF_TYPES = ("bfloat16", "float16")  # 16-bit floats, which kernels load and store, computing in float32
 
 TF32 = "tfloat32"
 """Type in encodings: float32 in memory, of which products may read only the first 19 bits if that is faster."""

@@ -15,16 +15,10 @@ import tvm
 
 from .element_types import HALF_TYPES, TF32
 
-WARP = 32
-"""Threads of a warp."""
-ALL_LANES = 0xFFFFFFFF
-"""Mask of the lanes of a warp."""
-
-WARPGROUP = 128
-"""Threads of a warpgroup (four warps), which issues wgmma."""
-
-MAX_BLOCK_THREADS = 1024
-"""Maximum number of threads of a block on every NVIDIA GPU."""
+WARP = 32  # threads of a warp
+ALL_LANES = 0xFFFFFFFF  # mask of the lanes of a warp
+WARPGROUP = 128  # threads of a warpgroup (four warps), which issues wgmma
+MAX_BLOCK_THREADS = 1024  # maximum number of threads of a block on every NVIDIA GPU
 
 VECTOR_BYTES = 16
 """Maximum bytes of a thread's memory access."""
@@ -166,8 +160,7 @@ def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
     return _gpu_target_of(str(target.attrs["arch"]))
 
 
-OTHER_BLOCK_THREADS = 256
-"""Maximum threads of a block on GPUs of other kinds than CUDA."""
+OTHER_BLOCK_THREADS = 256  # maximum threads of a block on GPUs of other kinds than CUDA
 
 
 @dataclass(frozen=True)

@@ -38,13 +38,7 @@ def host_of(vdevice: tvm.relax.VDevice | Target) -> str | None:
 
 
 def hosts_of(vdevices: Iterable[tvm.relax.VDevice]) -> list[str]:
-    """The distinct hosts of vdevices, in order.
-
-    Raises
-    ------
-    VDeviceError
-        Only some of the vdevices name a host.
-    """
+    """The distinct hosts of vdevices, in order. Raises VDeviceError if only some name a host."""
     hosts = [host_of(vdevice) for vdevice in vdevices]
     if None in hosts and any(host is not None for host in hosts):
         raise VDeviceError(
@@ -70,18 +64,12 @@ def split_host(name: str) -> tuple[str | None, str]:
     return (check_host(host), rest) if divider else (None, name)
 
 
-def on_host(target: Target, host: str | None, native: bool = False) -> Target:
-    """Move a target to a host.
-
-    Parameters
-    ----------
-    target : Target
-        Target of any host.
-    host : str, optional
-        Name of the host; None removes the host.
-    native : bool
-        Whether the target stands for the host's own hardware, which is known at run time.
-    """
+def on_host(
+    target: Target,  # target of any host
+    host: str | None,  # name of the host; None removes the host
+    native: bool = False,  # whether the target stands for the host's own hardware, which is known at run time
+) -> Target:
+    """Move a target to a host."""
     keys = [str(key) for key in target.keys if not str(key).startswith(_KEY) and str(key) != _NATIVE]
     if host is not None:
         keys += [f"{_KEY}{check_host(host)}", *([_NATIVE] if native else [])]

@@ -34,10 +34,7 @@ _GROUPS: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...] = (
 def instruction_names(features: Collection[str]) -> tuple[str, ...]:
     """Names of instruction sets, the vectors first: ``("AVX-512", "VNNI", "BF16", "FP16", "AMX")``.
 
-    Parameters
-    ----------
-    features : collection of str
-        LLVM's features, from ``llvm_get_cpu_features``.
+    `features`: LLVM's features, from ``llvm_get_cpu_features``.
     """
     present = frozenset(features)
     names = (next((name for name, required in group if present.issuperset(required)), None) for group in _GROUPS)

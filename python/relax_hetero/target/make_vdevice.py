@@ -18,8 +18,7 @@ from .hosts import check_host, host_of, hosts_of, on_host, split_host
 from .mesh import MESH_NAME
 from .native_target import check_cpu_names, default_target, device_kinds, native
 
-# One entry of a `vdevices=` list.
-VDeviceEntry: TypeAlias = "str | dict[str, Any] | Target | tvm.relax.VDevice"
+VDeviceEntry: TypeAlias = "str | dict[str, Any] | Target | tvm.relax.VDevice"  # one entry of a `vdevices=` list
 
 _SCOPE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*([.\-][A-Za-z0-9_]+)*")
 _NUMBERED = re.compile(r"(?P<target>[^\s:{}]+)(:(?P<id>0|[1-9][0-9]*))?")
@@ -80,24 +79,13 @@ def physical(vdevice: tvm.relax.VDevice) -> tuple[int, int]:
 def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.relax.VDevice]:
     """Parse a `vdevices=` list, or a single entry.
 
-    Parameters
-    ----------
-    specs : str, dict, Target, VDevice, or an iterable of them
-        A string is a target kind (``llvm`` and ``cuda`` stand for the hardware of this computer), a kind with a
-        physical id at run time ("cuda:1" is ``vdevice_id`` 1), a TVM target tag ("nvidia/nvidia-h100"), or a target in
-        JSON. In a cluster it begins with its host ("b/cuda:1"), and a kind stands for the hardware of that host. Dicts
-        and targets are used unchanged, except that a CUDA dict without "arch" gets this computer's.
-
-    Returns
-    -------
-    vdevices : list[VDevice]
-        Vdevices in the same order. Entries without an id get the lowest id that is free on their host for their device
-        *type*, so that "llvm" and "c" (both CPU) get 0 and 1. Entries with equal ids share one physical device.
-
-    Raises
-    ------
-    VDeviceError
-        An empty list, an invalid entry, or a list of which only some entries name hosts.
+    `specs`: a string is a target kind (``llvm`` and ``cuda`` stand for the hardware of this computer), a kind with a
+    physical id at run time ("cuda:1" is ``vdevice_id`` 1), a TVM target tag ("nvidia/nvidia-h100"), or a target in
+    JSON. In a cluster it begins with its host ("b/cuda:1"), and a kind stands for the hardware of that host. Dicts and
+    targets are used unchanged, except that a CUDA dict without "arch" gets this computer's. Returns the vdevices in the
+    same order. Entries without an id get the lowest id that is free on their host for their device *type*, so that
+    "llvm" and "c" (both CPU) get 0 and 1. Entries with equal ids share one physical device. Raises VDeviceError for an
+    empty list, an invalid entry, or a list of which only some entries name hosts.
     """
     if isinstance(specs, (str, dict, Target, tvm.relax.VDevice)):
         specs = [specs]

@@ -65,24 +65,14 @@ class Mesh:
 
 
 def mesh_vdevice(
-    positions: Sequence[int], vdevices: Sequence[tvm.relax.VDevice], shape: Sequence[int] | None = None
+    positions: Sequence[int],  # positions of its devices in `vdevices`
+    vdevices: Sequence[tvm.relax.VDevice],  # devices of the module
+    shape: Sequence[int] | None = None,  # number of devices along each axis; by default, the mesh has one axis
 ) -> tvm.relax.VDevice:
     """The vdevice that stands for a mesh in types.
 
-    Parameters
-    ----------
-    positions : sequence of int
-        Positions of its devices in `vdevices`.
-    vdevices : sequence of VDevice
-        Devices of the module.
-    shape : sequence of int, optional
-        Number of devices along each axis; by default, the mesh has one axis.
-
-    Raises
-    ------
-    VDeviceError
-        If the devices are on several hosts, or have different targets, so that they would not compute the same numbers,
-        or are not as many as the shape has.
+    Raises VDeviceError if the devices are on several hosts, or have different targets, so that they would not compute
+    the same numbers, or are not as many as the shape has.
     """
     shape = tuple(shape or (len(positions),))
     if math.prod(shape) != len(positions):

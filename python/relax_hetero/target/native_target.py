@@ -102,12 +102,8 @@ def completed_llvm(target: Target) -> Target | None:
 def check_cpu_names(target: Target) -> None:
     """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not support.
 
-    TVM crashes with the former, and with the latter compiles for the oldest CPU after printing a line.
-
-    Raises
-    ------
-    VDeviceError
-        An unsupported name; the message suggests a similar one.
+    TVM crashes with the former, and with the latter compiles for the oldest CPU after printing a line. Raises
+    VDeviceError for an unsupported name; the message suggests a similar one.
     """
     if str(target.kind.name) != "llvm":
         return

@@ -35,8 +35,7 @@ _DEQUANTIZED_TILES_RATE = 1.2
 """Rate of AMX with quantized weights, most of whose time is dequantization: measured on a Xeon with a mixture of 128
 experts and 4,096 tokens; 512 tokens have half of it."""
 
-QUANTIZED = "quantized"
-"""Name of block-quantized weights among element types of products, on CPUs."""
+QUANTIZED = "quantized"  # name of block-quantized weights among element types of products, on CPUs
 
 # Minimum ratio of dense tensor-core throughput to float32 throughput (data sheets of A100, L40, H100).
 _TENSOR_RATES = {**dict.fromkeys(HALF_TYPES, 8.0), TF32: 4.0}
@@ -44,9 +43,7 @@ _TENSOR_RATES = {**dict.fromkeys(HALF_TYPES, 8.0), TF32: 4.0}
 
 def product_rate(target: tvm.target.Target, dtype: str) -> float:
     """Throughput of products of `dtype` with sums in float32, relative to float32; 1.0 if unknown."""
-    if dtype == "float32":
-        return 1.0
-    return backend_of(target).product_rate(target, dtype)
+    return 1.0 if dtype == "float32" else backend_of(target).product_rate(target, dtype)
 
 
 def gpu_product_rate(target: tvm.target.Target, dtype: str) -> float:

@@ -24,17 +24,8 @@ _failures: dict[str, str] = {}
 def load_library(library: str, load_dependencies: Callable[[], bool] = lambda: False) -> bool:
     """Load a library of TVM.
 
-    Parameters
-    ----------
-    library : str
-        Name without "lib" and ".so".
-    load_dependencies : callable
-        Called after a failure: loads dependencies, and returns whether to try again.
-
-    Returns
-    -------
-    bool
-        Whether the library is loaded.
+    `library`: name without "lib" and ".so". `load_dependencies`: called after a failure: loads dependencies, and
+    returns whether to try again. Returns whether the library is loaded.
     """
     with _lock:
         if library in _LOADED_LIBS:

@@ -41,8 +41,7 @@ __all__ = [
     "with_vdevices",
 ]
 
-# Forms in which users refer to a vdevice.
-VDeviceSpec: TypeAlias = "str | tvm.runtime.Device | tvm.relax.VDevice"
+VDeviceSpec: TypeAlias = "str | tvm.runtime.Device | tvm.relax.VDevice"  # forms in which users refer to a vdevice
 
 _CPU = 1  # kDLCPU
 # TVMScript prints "kind:i:scope", where i counts the kind over all hosts.
@@ -58,9 +57,7 @@ def same_object(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
 
 def same_vdevice(a: tvm.relax.VDevice | None, b: tvm.relax.VDevice | None) -> bool:
     """Return whether both are None, or equal in target, ``vdevice_id`` and ``memory_scope``."""
-    if a is None or b is None:
-        return a is b
-    return same_object(a, b) or bool(tvm_ffi.structural_equal(a, b))
+    return a is b if a is None or b is None else same_object(a, b) or bool(tvm_ffi.structural_equal(a, b))
 
 
 def on_one_device(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
@@ -76,10 +73,7 @@ def is_cpu(vdevice: tvm.relax.VDevice) -> bool:
 def vdevices_of(mod: tvm.IRModule) -> list[tvm.relax.VDevice]:
     """The module's vdevices in order; empty if it declares none.
 
-    Raises
-    ------
-    VDeviceError
-        An entry of the list that is not a vdevice with a target and an id >= 0.
+    Raises VDeviceError for an entry of the list that is not a vdevice with a target and an id >= 0.
     """
     vdevices = list((mod.global_infos or {}).get("vdevice", []))
     for index, entry in enumerate(vdevices):
@@ -102,10 +96,7 @@ def with_vdevices(mod: tvm.IRModule, vdevices: Iterable[tvm.relax.VDevice]) -> t
 def vdevice_index(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> int:
     """The index of a vdevice in the list: of the object itself, else of the first equal one.
 
-    Raises
-    ------
-    VDeviceError
-        No equal entry.
+    Raises VDeviceError if no entry is equal.
     """
     for index, entry in enumerate(vdevices):
         if same_object(vdevice, entry):
@@ -135,13 +126,7 @@ def identifier(name: str) -> str:
 
 
 def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
-    """The default device for unplaced values: the first one.
-
-    Raises
-    ------
-    VDeviceError
-        An empty list.
-    """
+    """The default device for unplaced values: the first one. Raises VDeviceError for an empty list."""
     if not vdevices:
         raise VDeviceError("no vdevices are declared, so there is no default one")
     return vdevices[0]
@@ -163,27 +148,13 @@ def host_vdevice(
 def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
     """Look up a vdevice, without a fallback.
 
-    Parameters
-    ----------
-    spec : str, tvm.runtime.Device or VDevice
-        ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all;
-        ``"b/kind:i"``, ``"b/kind"`` and ``"b/vdevice:j"`` count vdevices of host `b` only. TVMScript's printed form
-        ``"kind:i:scope"`` also requires that scope. ``"kind[i:j]"`` is the mesh of ``kind:i`` to ``kind:j-1``, and
-        ``"kind[0:4](2, 2)"`` one of two axes (`target.mesh`); meshes are in no list. A device matches the first entry
-        of its device type whose ``vdevice_id`` is its index. A VDevice matches the same object, else the first equal
-        entry.
-    vdevices : Sequence[VDevice]
-        List to search, usually ``vdevices_of(mod)``.
-
-    Returns
-    -------
-    vdevice : VDevice
-        Entry of the list, or a mesh of entries.
-
-    Raises
-    ------
-    VDeviceError
-        No match; the message lists the available names.
+    `spec`: ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all;
+    ``"b/kind:i"``, ``"b/kind"`` and ``"b/vdevice:j"`` count vdevices of host `b` only. TVMScript's printed form
+    ``"kind:i:scope"`` also requires that scope. ``"kind[i:j]"`` is the mesh of ``kind:i`` to ``kind:j-1``, and
+    ``"kind[0:4](2, 2)"`` one of two axes (`target.mesh`); meshes are in no list. A device matches the first entry of
+    its device type whose ``vdevice_id`` is its index. A VDevice matches the same object, else the first equal entry.
+    `vdevices`: list to search, usually ``vdevices_of(mod)``. Returns the entry of the list, or a mesh of entries.
+    Raises VDeviceError if nothing matches; the message lists the available names.
     """
     if isinstance(spec, str):
         return _lookup_name(spec, vdevices)

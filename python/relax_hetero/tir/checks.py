@@ -30,8 +30,7 @@ from .core.work_split import MIN_WORK, is_worth_tasks, unravel
 REFUSE = "relax_hetero.refuse"
 """The packed function that raises; its arguments are the number of a check, the value, the minimum and the end."""
 
-CHECKED = "relax_hetero.checked"
-"""On a PrimFunc: its results are in range, and an op may use them without clamping."""
+CHECKED = "relax_hetero.checked"  # on a PrimFunc: its results are in range, and an op may use them without clamping
 
 RANGE = "relax_hetero.range"
 """On a PrimFunc: an operand's number, another operand's, an axis of the latter, and an offset. The first operand's
@@ -163,8 +162,7 @@ class _Check:
             with when(tirx.all(tirx.Not(self._is_in_range(value, column)), tirx.Not(has_raised[zero]))):
                 T.buffer_store(has_raised, tirx.const(True, "bool"), [zero])
                 first, end = self._range(column)
-                number = tirx.Cast("int64", value)
-                T.evaluate(T.call_packed(REFUSE, self._number, number, first, end))
+                T.evaluate(T.call_packed(REFUSE, self._number, tirx.Cast("int64", value), first, end))
 
     def report(self, indices: Sequence[Expr], column: int, record: Any) -> None:
         """Write a value as int64 from the front; if out of range, also to the record, unless that is claimed."""

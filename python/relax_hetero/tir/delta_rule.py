@@ -39,12 +39,9 @@ from .math.vector_math import silu
 DELTA_RULE = "relax_hetero.delta_rule"
 """On a PrimFunc for any device, of the rule or of its convolution: its `DeltaRuleProblem` as JSON."""
 
-_LANES = 32
-"""Maximum neighbouring columns of a matrix that are computed, and stored, together."""
-_CHANNELS = 256
-"""Channels of a task of the convolution."""
-_EPSILON = 1e-6
-"""Number that the squares of queries and keys are added to."""
+_LANES = 32  # maximum neighbouring columns of a matrix that are computed, and stored, together
+_CHANNELS = 256  # channels of a task of the convolution
+_EPSILON = 1e-6  # number that the squares of queries and keys are added to
 
 
 @dataclass(frozen=True)
@@ -122,13 +119,7 @@ class DeltaRuleProblem(DeltaRuleSizes):
 
 
 class DeltaRuleTensors:
-    """Parameters of a kernel, flat after `open`.
-
-    Parameters
-    ----------
-    function : Function
-        Function whose arguments they become.
-    """
+    """Parameters of a kernel, flat after `open`. `function`: function whose arguments they become."""
 
     inputs: Any
     weights: Any
@@ -200,8 +191,7 @@ def convolution_kernel(problem: DeltaRuleProblem) -> tirx.PrimFunc:
 
     def emit(tensors: DeltaRuleTensors) -> None:
         with loop(tasks, parallel=tasks > 1) as task, loop(problem.rows) as row, loop(vectors) as vector:
-            channel = materialize((task * vectors + vector) * lanes)
-            _convolve(tensors, problem, row, channel, lanes)
+            _convolve(tensors, problem, row, materialize((task * vectors + vector) * lanes), lanes)
 
     return _kernel("causal_convolution", problem, emit)
 

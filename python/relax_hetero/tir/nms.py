@@ -24,8 +24,7 @@ NMS = "relax_hetero.suppression"
 """On a PrimFunc that computes a non-maximum suppression: its `NmsProblem` as JSON."""
 
 _LANES = 8
-_BOX_FIELDS = 5
-"""Numbers of a selected box: its corners and its area."""
+_BOX_FIELDS = 5  # numbers of a selected box: its corners and its area
 
 
 @dataclass(frozen=True)

@@ -51,18 +51,14 @@ from .matmul.matmul_tile import accumulator_count, emit_tile
 RECURRENCE = "relax_hetero.recurrence"
 """On a PrimFunc without vectors that computes a recurrent layer: its `RecurrenceProblem` as JSON."""
 
-PANEL_COLUMNS = 16
-"""Columns of each gate in a panel of recurrent weights: whole vectors of every CPU."""
-
-GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
-"""Number of gates by op, in ONNX's order."""
+PANEL_COLUMNS = 16  # columns of each gate in a panel of recurrent weights: whole vectors of every CPU
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}  # number of gates by op, in ONNX's order
 
 TILE_VECTORS = 4
 """Vectors of a register tile, at least. Eight would fill the pipelines of a single row better, but its weights come
 from the L2, and less of a wider panel is in the L1 when the next step begins: wider panels took longer (Zen 4)."""
 
-MIN_COMPUTE_BOUND_ROWS = 2
-"""Rows whose multiply-adds take as long as reading their weights from the L2."""
+MIN_COMPUTE_BOUND_ROWS = 2  # rows whose multiply-adds take as long as reading their weights from the L2
 
 _DTYPE = "float32"
 _GATE_OPS = {**FLOAT_OPS, "tanh": quick_tanh, "sigmoid": quick_sigmoid}
@@ -136,8 +132,7 @@ class RecurrenceProblem:
             "inputs": ((self.steps, batch, directions * gates * hidden), "t m n")
         }
         for phase, count in enumerate(self.phases):
-            columns = self.panels * count * PANEL_COLUMNS
-            shapes[f"weights{phase}"] = ((directions, hidden, columns), "d k n")
+            shapes[f"weights{phase}"] = ((directions, hidden, self.panels * count * PANEL_COLUMNS), "d k n")
         if self.has_bias:
             shapes["bias"] = ((directions, hidden), "d n")
         shapes |= {f"initial_{name}": state for name in states}

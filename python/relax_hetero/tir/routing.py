@@ -23,8 +23,7 @@ ROUTING = "relax_hetero.routing"
 
 _MIN_PARALLEL_ROWS = 32
 
-_LEAST_TOTAL = 1e-20
-"""Least sum of sigmoids, as in DeepSeek V3."""
+_LEAST_TOTAL = 1e-20  # least sum of sigmoids, as in DeepSeek V3
 
 
 @dataclass(frozen=True)
@@ -133,14 +132,7 @@ class RoutingProblem:
 
 
 class RoutingTensors:
-    """Parameters of a kernel, flat after `open`.
-
-    Parameters
-    ----------
-    function : Function
-        Function whose arguments they become.
-    problem : RoutingProblem
-    """
+    """Parameters of a kernel, flat after `open`. `function`: function whose arguments they become."""
 
     scores: Any
     bias: Any

@@ -30,8 +30,7 @@ REDUCTIONS: dict[str, Callable[[Expr, Expr], Expr]] = {
 }
 """Functions of an element and its update."""
 
-_TASK_ELEMENTS = MIN_WORK["elements"]
-"""Elements that one task copies."""
+_TASK_ELEMENTS = MIN_WORK["elements"]  # elements that one task copies
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,7 @@ class _Scatter:
     def __init__(self, function: Function, problem: ScatterProblem) -> None:
         shapes = (problem.data, problem.indices, problem.updates)
         self.data_extents, self.indices_extents, self.updates_extents = (list(map(function.size, s)) for s in shapes)
-        total = prod(self.updates_extents)
-        self.is_long = is_worth_tasks("elements", total)
+        self.is_long = is_worth_tasks("elements", prod(self.updates_extents))
         self._combine = REDUCTIONS[problem.reduction]
 
         def view(name: str, shape: Sequence[Dim], dtype: str) -> View:

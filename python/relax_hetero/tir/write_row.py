@@ -15,15 +15,7 @@ from .core.view import View
 def write_row_kernel(rank: int, dtype: str) -> tirx.PrimFunc:
     """``rows[trip] = row`` of symbolic extents, where `rows` has a row of that number.
 
-    Parameters
-    ----------
-    rank : int
-        Rank of a row.
-
-    Returns
-    -------
-    kernel : PrimFunc
-        PrimFunc of rows, row and trip, a vector of one int64.
+    `rank`: rank of a row. Returns the PrimFunc of rows, row and trip, a vector of one int64.
     """
     with Function("write_row") as function:
         dims: list[Any] = [function.symbol(f"extent{axis}") for axis in range(rank)]

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 
 REFERENCE = "ONNX Runtime"
 OURS = "relax-hetero"
-WARM_UP_BELOW_SECONDS = 1.0
-"""Programs with faster calls get an untimed call before each timed one."""
-MIN_CALLS = 2
-"""Minimum number of timed calls of a program, however slow."""
+WARM_UP_BELOW_SECONDS = 1.0  # programs with faster calls get an untimed call before each timed one
+MIN_CALLS = 2  # minimum number of timed calls of a program, however slow
 
 Call = Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
 """A function from inputs by ONNX name to outputs in the model's order."""

@@ -7,8 +7,7 @@ import sys
 from io import TextIOWrapper
 from typing import Any
 
-INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as in shells (128 + SIGINT)."""
+INTERRUPTED = 130  # exit code of a command that Ctrl-C ended, as in shells (128 + SIGINT)
 
 try:
     import click

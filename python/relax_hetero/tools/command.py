@@ -15,8 +15,7 @@ from ..artifact.regular_files import read_regular
 from ..artifact.signing import checked_key
 from ..errors import HeteroError, printable
 
-INPUT = click.Path(exists=True, path_type=Path)
-"""A file or folder."""
+INPUT = click.Path(exists=True, path_type=Path)  # a file or folder
 INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT = click.Path(path_type=Path)
 OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)

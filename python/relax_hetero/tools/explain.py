@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from ..llm.token_cost import TokenCost
     from ..vm import Executable
 
-_TRACED_CALLS = 4
-"""Number of calls in a report's timeline."""
+_TRACED_CALLS = 4  # number of calls in a report's timeline
 
 
 @command("explain")

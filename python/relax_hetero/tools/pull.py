@@ -13,8 +13,7 @@ from .command import command
 
 _FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt")
 """Files that `rh.llm.load` reads."""
-_OTHERS = ("original/*", "consolidated*", "onnx/*", "openvino/*")
-"""Copies of the same weights in other forms."""
+_OTHERS = ("original/*", "consolidated*", "onnx/*", "openvino/*")  # copies of the same weights in other forms
 
 
 @command("pull")

@@ -147,8 +147,7 @@ def _call(
     machine = rh.vm.VirtualMachine(model.executable, devices=devices)
     signature = model.executable.signature(function_name)
     start = time.perf_counter()
-    result = machine.call(function_name, (), inputs)
-    values = flatten(result)
+    values = flatten(machine.call(function_name, (), inputs))
     arrays = [value.numpy() for value in values]
     seconds = time.perf_counter() - start
     names = [spec.name for spec in signature.outputs]

@@ -261,8 +261,7 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
         )
     if not has_weights(options.path):
         raise click.UsageError(f"--replicas auto needs a GGUF file or a folder of Hugging Face, found {options.path}")
-    count = _gpu_count(kind, AUTO)
-    vdevices = parse_vdevices([f"{kind}:{index}" for index in range(count)])
+    vdevices = parse_vdevices([f"{kind}:{index}" for index in range(_gpu_count(kind, AUTO))])
     targets = sorted({str(vdevice.target) for vdevice in vdevices})
     if len(targets) > 1:
         raise HeteroError(
@@ -277,8 +276,7 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
         )
     texts = options.slots or max(BATCHES) * len(vdevices)
     cache = default_cache(model, vdevices, options.context, texts)
-    limits = memory_limits(options.memory_limit, vdevices)
-    limit = min(limits.values(), default=None)
+    limit = min(memory_limits(options.memory_limit, vdevices).values(), default=None)
     chosen = choose_replicas(file, model, cache, vdevices, CostModel.measured(vdevices), limit, texts)
     together = [vdevices[gpu] for gpu in backend_of(kind).in_order_of_links(chosen.devices)]
     own = replace(
@@ -361,8 +359,7 @@ class _Loader:
             model.expert_counts.continue_file(self.count_experts)  # one that cannot be written is an error now
         template = _chat_template(self.model_options, tokenizer)
         # Room for all choices of all requests in flight.
-        max_waiting = 16 * self.in_flight
-        engine = Engine(model, tokenizer, max_waiting=max_waiting, prefixes=self.prefixes)
+        engine = Engine(model, tokenizer, max_waiting=16 * self.in_flight, prefixes=self.prefixes)
         return {
             "engine": engine,
             "template": template,

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, TypeAlias
 
 import tvm
@@ -134,10 +135,7 @@ def _multiple(extent: Extent, factor: int) -> Conditions:
 
 def product(shape: Iterable[Extent]) -> Extent:
     """Number of elements of a tensor, as int64."""
-    result: Extent = tirx.IntImm("int64", 1)
-    for extent in shape:
-        result = result * extent
-    return tvm.sym.Analyzer().simplify(result)
+    return tvm.sym.Analyzer().simplify(prod(shape, start=tirx.IntImm("int64", 1)))
 
 
 Rule: TypeAlias = "Callable[[relax.Call, list[Any], Shape | None], Conditions]"
@@ -417,8 +415,7 @@ RULES: dict[str, Rule] = {
 }  # fmt: skip
 
 
-MAX_BYTES = 2**47
-"""Address space of a process: 128 TiB."""
+MAX_BYTES = 2**47  # address space of a process: 128 TiB
 
 
 def check_sizes(mod: tvm.IRModule) -> tvm.IRModule:
@@ -610,9 +607,8 @@ class _FunctionChecker:
             raise BuildError(f"function {self.name!r}: {expected}")
         key = monomial(symbolic)
         if number > self.parameter_bytes.get(key, 0) and (key not in bounds or bounds[key][0] < number):
-            size: Any = tirx.FloatImm("float64", float(number))
-            for extent in symbolic:
-                size = size * _at_least_one(extent, len(symbolic))
+            extents = [_at_least_one(extent, len(symbolic)) for extent in symbolic]
+            size: Any = prod(extents, start=tirx.FloatImm("float64", float(number)))
             bounds[key] = number, Requirement(size <= tirx.FloatImm("float64", float(MAX_BYTES)), expected)
 
 

@@ -36,7 +36,7 @@ import tvm
 from tvm import relax, tirx
 
 from ..op.traits import ELEMENTWISE, TRAITS
-from .ir.axes import Axes, compose, identity, inverse, is_order_preserving, permutation, permuted, reshaped
+from .ir.axes import Axes, axes_of, compose, identity, inverse, is_order_preserving, permutation, permuted, reshaped
 from .ir.blocks import Block, Emitter, Rewrite, is_one, renamed, rewrite_function, shape_of, tensor_type, used_vars
 from .ir.declare import declare_pass
 from .ir.op_names import PERMUTE
@@ -49,8 +49,7 @@ from .ir.rewriting import op_name, relax_functions, typed, with_args, with_funct
 # first needed that no variable has, and is shared by later users. Where only dimensions of extent 1 move it is a
 # reshape, which costs nothing, and a constant is permuted at compile time.
 
-_NOMINAL_EXTENT = 64
-"""Extent that comparisons of bytes assume for a symbolic dimension."""
+_NOMINAL_EXTENT = 64  # extent that comparisons of bytes assume for a symbolic dimension
 
 
 @dataclass
@@ -72,19 +71,12 @@ class PermutedValue:
         sources: list[tuple[relax.Expr, Axes, bool]] = []
         for order, expr in self.available.items():
             axes = compose(inverse(order), key)
-            shape = [self.shape[axis] for axis in order]
-            sources.append((expr, axes, is_order_preserving(shape, axes)))
+            sources.append((expr, axes, is_order_preserving([self.shape[axis] for axis in order], axes)))
         return next((source for source in sources if source[2]), sources[0])
 
 
 class PermutedValues:
-    """The tensors of one block, by variable.
-
-    Parameters
-    ----------
-    emitter : Emitter
-        Receives the permutations.
-    """
+    """The tensors of one block, by variable. `emitter`: receives the permutations."""
 
     def __init__(self, block: Block, emitter: Emitter) -> None:
         self.block, self.emitter = block, emitter
@@ -223,8 +215,7 @@ class Plan:
     build: Callable[[list[relax.Expr]], relax.Call]  # makes the call from operands in these orders
 
 
-Rule = Callable[[relax.Call, Axes], "Plan | None"]
-"""Takes a call and the order of its data (`data_operands`)."""
+Rule = Callable[[relax.Call, Axes], "Plan | None"]  # takes a call and the order of its data (`data_operands`)
 
 
 def plan_for(call: relax.Expr, axes: Axes) -> Plan | None:
@@ -264,14 +255,6 @@ def _tensors(call: relax.Call) -> list[relax.Expr]:
 def _on_data(call: relax.Call, order: Axes, results: tuple[Axes, ...], **fields: Any) -> Plan:
     """The plan that permutes the first operand, keeps the remaining ones, and replaces attributes."""
     return Plan([(call.args[0], order)], results, lambda new: with_args(call, [*new, *call.args[1:]], **fields))
-
-
-def _axes_of(attribute: Any, rank: int) -> list[int]:
-    """An attribute that names axes: a number, several, or None for all."""
-    if attribute is None:
-        return list(range(rank))
-    axes = [int(attribute)] if isinstance(attribute, int) else [int(axis) for axis in attribute]
-    return [axis % rank for axis in axes]
 
 
 def _leaves_last(dims: Sequence[int], axes: Axes) -> bool:
@@ -324,7 +307,7 @@ def _layout(layout: str, axes: Axes) -> str | None:
 
 
 def _reduction(call: relax.Call, axes: Axes) -> Plan:
-    reduced = _axes_of(call.attrs.axis, len(axes))
+    reduced = axes_of(call.attrs.axis, len(axes))
     moved = sorted(axes[dim] for dim in reduced)
     result = axes if call.attrs.keepdims else _without(axes, reduced)
     return _on_data(call, axes, (result,), axis=moved)
@@ -372,7 +355,7 @@ def _batch_norm(call: relax.Call, axes: Axes) -> Plan:
 
 
 def _rows_norm(call: relax.Call, axes: Axes) -> Plan | None:
-    dims = _axes_of(call.attrs.axes, len(axes))
+    dims = axes_of(call.attrs.axes, len(axes))
     moved = [axes[dim] for dim in dims]
     if moved != sorted(moved) or _leaves_last(dims, axes):
         return None
@@ -380,7 +363,7 @@ def _rows_norm(call: relax.Call, axes: Axes) -> Plan | None:
 
 
 def _channels_norm(call: relax.Call, axes: Axes) -> Plan | None:
-    dims = _axes_of(call.attrs.axes, len(axes))
+    dims = axes_of(call.attrs.axes, len(axes))
     channel = axes[int(call.attrs.channel_axis) % len(axes)]
     return _on_data(call, axes, (axes,), channel_axis=channel, axes=sorted(axes[dim] for dim in dims))
 

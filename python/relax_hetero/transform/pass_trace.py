@@ -26,8 +26,7 @@ from .ir.rewriting import handle
 # keeps the functions and not the module. Functions are immutable, and most passes leave most of them alone: a snapshot
 # costs a reference for each. Texts are made on first use.
 
-ATTRIBUTES = "(attributes)"
-"""Name that stands for the module's attributes and global infos."""
+ATTRIBUTES = "(attributes)"  # name that stands for the module's attributes and global infos
 
 _INFOS = "global_infos"
 _MAX_VALUE_LENGTH = 120
@@ -69,12 +68,7 @@ class FunctionChange:
 class Snapshot:
     """A module at one moment.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        May change later.
-    texts : dict
-        Texts by function, shared by the snapshots of a trace.
+    `mod`: may change later. `texts`: texts by function, shared by the snapshots of a trace.
     """
 
     def __init__(self, mod: tvm.IRModule, texts: dict[tuple[int, int], str]) -> None:

@@ -59,17 +59,8 @@ class PipelineStep:
 def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[PipelineStep]:
     """Steps from ops on tensors to the virtual machine's form.
 
-    Parameters
-    ----------
-    command_buffers : bool
-        Make command buffers of runs of kernels on one device.
-    stock : bool
-        Leave out the steps whose result stock TVM cannot link.
-
-    Returns
-    -------
-    list of PipelineStep
-        Steps in order. Each can be run alone and is idempotent.
+    `command_buffers`: make command buffers of runs of kernels on one device. `stock`: leave out the steps whose result
+    stock TVM cannot link. Returns the steps in order. Each can be run alone and is idempotent.
     """
     step = PipelineStep
     record_steps = [

@@ -18,9 +18,8 @@ from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
 from ..target.backend import backend_of, backend_of_device
 from . import resize_taps  # noqa: F401 - registers its functions
-from .args.argument_binding import ArgumentBinder, BoundArguments
+from .args.argument_binding import ArgumentBinder, BoundArguments, CachedCall, CallCache
 from .args.argument_copies import decode_strings, encode_strings
-from .args.call_cache import CachedCall, CallCache
 from .args.donated_arguments import argument_memory, arguments_for_run, memory_in_flight, retained_ranges
 from .args.results import check_out_buffers, fill_out_buffers, to_python
 from .device.builtins import current_machine

@@ -25,12 +25,9 @@ _TRANSFERS = ("relax_hetero.to_device", "relax_hetero.stream_to_device")
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
 VM_OVERHEAD = "(allocation, shapes, bytecode)"
 """Symbol of the row of the virtual machine's own work: everything besides kernels and transfers."""
-TO_DEVICE = "to_device"
-"""Symbol of the rows of transfers to a device."""
-_MAX_ROWS = 40
-"""Rows that a notebook shows at once; the others are folded."""
-_RUN, _SKIP_RUN = 0, 1
-"""Return values of an instrument (TVM's `VMInstrumentReturnKind`)."""
+TO_DEVICE = "to_device"  # symbol of the rows of transfers to a device
+_MAX_ROWS = 40  # rows that a notebook shows at once; the others are folded
+_RUN, _SKIP_RUN = 0, 1  # return values of an instrument (TVM's `VMInstrumentReturnKind`)
 
 
 @dataclass(frozen=True)
@@ -161,20 +158,13 @@ class _Waiting:
 
 
 class ProfileRecorder:
-    """Measures the calls that a machine's bytecode makes; a call's own time excludes nested calls.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the machine's executable.
-    devices : sequence of runtime.Device
-        The machine's.
-    regions : RegionCalls, optional
-        Command buffers whose kernels are measured instead of the whole.
-    """
+    """Measures the calls that a machine's bytecode makes; a call's own time excludes nested calls."""
 
     def __init__(
-        self, metadata: Metadata, devices: Sequence[runtime.Device], regions: RegionCalls | None = None
+        self,
+        metadata: Metadata,  # metadata of the machine's executable
+        devices: Sequence[runtime.Device],  # the machine's
+        regions: RegionCalls | None = None,  # command buffers whose kernels are measured instead of the whole
     ) -> None:
         self._metadata, self._regions = metadata, regions
         self._buffers = {region.name: region for region in metadata.regions}
@@ -299,26 +289,14 @@ class ProfileRecorder:
 
 
 class MeshRecorder(ProfileRecorder):
-    """Measures a call over GPUs of a mesh, whose kernels wait for each other, by events: nothing waits for a GPU.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the machine's executable.
-    devices : sequence of runtime.Device
-        The machine's.
-    graphs : sequence of CudaGraph
-        The machine's, which time their kernels.
-    library : CudaLibrary
-        CUDA's driver.
-    """
+    """Measures a call over GPUs of a mesh, whose kernels wait for each other, by events: nothing waits for a GPU."""
 
     def __init__(
         self,
-        metadata: Metadata,
-        devices: Sequence[runtime.Device],
-        graphs: Sequence[CudaGraph],
-        library: CudaLibrary,
+        metadata: Metadata,  # metadata of the machine's executable
+        devices: Sequence[runtime.Device],  # the machine's
+        graphs: Sequence[CudaGraph],  # the machine's, which time their kernels
+        library: CudaLibrary,  # CUDA's driver
     ) -> None:
         super().__init__(metadata, devices)
         self._graphs, self._library, self._all_devices = graphs, library, devices
@@ -389,13 +367,7 @@ class BufferClock:
     """Clock of the time that a machine's calls spend in command buffers, other kernels and transfers.
 
     Calls over GPUs of a mesh are timed from their first command buffer to the end of the last one on any GPU.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the machine's executable.
-    devices : sequence of runtime.Device
-        The machine's.
+    `metadata`: metadata of the machine's executable. `devices`: the machine's.
     """
 
     def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:

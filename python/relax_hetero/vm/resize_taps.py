@@ -26,8 +26,7 @@ SIZES, SCALES = "relax_hetero.resize_sizes", "relax_hetero.resize_scales"
 AMBIGUOUS_TRANSFORMATIONS = ("align_corners", "pytorch_half_pixel", "tf_crop_and_resize")
 """Transformations that implementations define differently if scale * size is not an integer."""
 
-OUTSIDE = -1
-"""Tap index of an output element outside of the input, which is extrapolated."""
+OUTSIDE = -1  # tap index of an output element outside of the input, which is extrapolated
 
 
 BELOW_OR_ABOVE = "below_or_above"
@@ -226,21 +225,15 @@ def _axis_taps(sizes: Sequence[int], settings: runtime.Tensor, number: int, text
 
 @tvm_ffi.register_global_func(INDICES, override=True)
 def resize_indices(
-    sizes: Sequence[int], settings: runtime.Tensor, number: int, text: str, title: str
+    sizes: Sequence[int],  # extents of the axis before and after
+    # Float64 vector for all axes: scales (NaN for the quotient of the sizes), region begins, region ends.
+    settings: runtime.Tensor,
+    number: int,  # index into these axes
+    # text, title: the node's attributes, and its name in errors.
+    text: str,
+    title: str,
 ) -> runtime.Tensor:
-    """The input elements along an axis: ``int64[after, taps]``, OUTSIDE in extrapolated rows.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        Extents of the axis before and after.
-    settings : runtime.Tensor
-        float64 vector for all axes: scales (NaN for the quotient of the sizes), region begins, region ends.
-    number : int
-        Index into these axes.
-    text, title : str
-        The node's attributes, and its name in errors.
-    """
+    """The input elements along an axis: ``int64[after, taps]``, OUTSIDE in extrapolated rows."""
     axis = _axis_taps(sizes, settings, number, text, title)
     indices = axis.indices if axis.outside is None else np.where(axis.outside[:, None], OUTSIDE, axis.indices)
     return from_numpy(np.array(indices, "int64"), settings.device)
@@ -272,10 +265,7 @@ def _resized(dims: Sequence[int], numbers: runtime.Tensor, policy: str, title: s
 def resize_sizes(dims: Sequence[int], numbers: runtime.Tensor, policy: str, title: str) -> runtime.Tensor:
     """Sizes of axes after Resize, an int64 vector, from their sizes before it.
 
-    Parameters
-    ----------
-    numbers : runtime.Tensor
-        Scales if `policy` is "scales"; otherwise target sizes, and `policy` is a `keep_aspect_ratio_policy`.
+    `numbers`: scales if `policy` is "scales"; otherwise target sizes, and `policy` is a `keep_aspect_ratio_policy`.
     """
     return from_numpy(np.array(_resized(dims, numbers, policy, title)[0], "int64"), numbers.device)
 

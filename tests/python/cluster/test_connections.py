@@ -16,9 +16,17 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
-from relax_hetero.cluster import connections, shared_blocks
-from relax_hetero.cluster.connections import Connection, Listener, Peers, connect, new_token
-from relax_hetero.cluster.shared_blocks import BLOCKS, SharedBlocks, create_blocks
+from relax_hetero.cluster import connections
+from relax_hetero.cluster.connections import (
+    BLOCKS,
+    Connection,
+    Listener,
+    Peers,
+    SharedBlocks,
+    connect,
+    create_blocks,
+    new_token,
+)
 from relax_hetero.cluster.wire import Message
 
 MANY_BYTES = 8 << 20
@@ -77,7 +85,7 @@ def test_messages_arrive_in_order_and_own_their_memory(values: Any, shares: bool
 
 
 def test_messages_that_are_too_large_for_a_block_go_through_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_blocks, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(connections, "BLOCK_BYTES", 1 << 16)
     ours, theirs = _pair()
     sender, receiver = Peers({"b": ours}, True), Peers({"a": theirs}, True)
     assert ours._blocks is not None

@@ -13,10 +13,9 @@ from llm.toy_model import EOS, LookAheadToyModel, ToyModel, ToyStep
 from relax_hetero.errors import HeteroError
 from relax_hetero.llm import Engine, SamplingParams, speculation
 from relax_hetero.llm.draft_model import DraftModel
-from relax_hetero.llm.prompt_lookup import PromptLookup
 from relax_hetero.llm.request import Request
 from relax_hetero.llm.sequence import Sequence
-from relax_hetero.llm.speculation import Speculation, StepTimes
+from relax_hetero.llm.speculation import PromptLookup, Speculation, StepTimes
 from relax_hetero.llm.structured_output import StructuredOutputs
 
 LIMITS = [

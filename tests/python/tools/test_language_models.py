@@ -25,7 +25,7 @@ from relax_hetero.report.page import data_of
 from relax_hetero.target.backend import backend_of
 from relax_hetero.target.cpu_cores import num_threads
 from relax_hetero.tools.cli import cli
-from relax_hetero.tools.loading_parts import LoadingParts
+from relax_hetero.tools.language_model import LoadingParts
 from relax_hetero.transform.pipeline import pipeline_steps
 
 

@@ -23,31 +23,22 @@ from .driver import command_buffers_of, subgroups_of
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
 """Optional extensions that TVM's text enables where kernels need them, and what they are for."""
 
-BYTE_DOT = "byte_dot_"
-"""Prefix of the names of functions for dot products of bytes."""
+BYTE_DOT = "byte_dot_"  # prefix of the names of functions for dot products of bytes
 _BYTE_DOT_EXTENSIONS = ("cl_khr_integer_dot_product", "cl_arm_integer_dot_product_int8")
 
-_PAGE_BYTES = 4096
-"""Sizes of memory are multiples of it, so that more allocations find a freed one of their size."""
+_PAGE_BYTES = 4096  # sizes of memory are multiples of it, so that more allocations find a freed one of their size
 _MAX_FREED_BYTES = 64 << 20
 """Maximum freed bytes that an allocation of another size leaves; until then they are kept for those of their sizes."""
 
 
 class _Block:
-    """Allocated memory.
-
-    Attributes
-    ----------
-    is_received : bool
-        Whether the host has copied to it since it was allocated.
-    free_after : list
-        Event after which work that used the memory before it was freed has ended, None if that is unknown; empty
-        without such work.
-    """
+    """Allocated memory."""
 
     def __init__(self, memory: Any) -> None:
         self.memory, self.begin, self.end = memory, int(memory.svm_ptr), int(memory.svm_ptr) + int(memory.size)
-        self.is_received = False
+        self.is_received = False  # whether the host has copied to it since it was allocated
+        # Event after which work that used the memory before it was freed has ended, None if that is unknown; empty
+        # without such work.
         self.free_after: list[Any] = []
 
 

@@ -14,8 +14,7 @@ from tvm_ffi import structural_map, structural_walk
 from ...errors import BuildError
 from .devices import BYTE_DOT
 
-_MARK = "unrolled"
-"""Prefix of the names of variables of unrolled loops, which the text is searched for."""
+_MARK = "unrolled"  # prefix of the names of variables of unrolled loops, which the text is searched for
 
 # C functions that TVM calls for float32; OpenCL C overloads the names without the suffix.
 _SUFFIXED = re.compile(

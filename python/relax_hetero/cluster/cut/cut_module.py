@@ -55,8 +55,7 @@ class HostVar(NamedTuple):
     var: relax.Var
 
 
-Key: TypeAlias = "tuple[int, str]"
-"""Level and host of a step."""
+Key: TypeAlias = "tuple[int, str]"  # level and host of a step
 
 
 @dataclass
@@ -257,9 +256,7 @@ class _Cutter:
         return [leaf for each in result for leaf in self._leaves(each)]
 
     def _sources(self, result: Any) -> Any:
-        if isinstance(result, HostVar):
-            return self._source(*result)
-        return tuple(map(self._sources, result))
+        return self._source(*result) if isinstance(result, HostVar) else tuple(map(self._sources, result))
 
 
 def plan_of_runs(
@@ -304,8 +301,7 @@ def _is_placeholder(ty: tvm.ir.Type) -> bool:
     return isinstance(ty, relax.ShapeType) and int(ty.ndim) == 0
 
 
-Hardware: TypeAlias = "tuple[str, int]"
-"""Kind of a device, and its index on its host."""
+Hardware: TypeAlias = "tuple[str, int]"  # kind of a device, and its index on its host
 
 
 def native_hardware(mod: tvm.IRModule) -> dict[str, list[Hardware]]:

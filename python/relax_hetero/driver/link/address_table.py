@@ -202,8 +202,7 @@ def _with_table(func: tirx.PrimFunc, constants: Sequence[int], kernels: Sequence
 
     def on_call(call: tvm.ir.Call) -> tvm.ir.Expr:
         if call.op in entries:
-            types = [llvm_type(arg) for arg in call.args]
-            name, text = thunk(types)
+            name, text = thunk([llvm_type(arg) for arg in call.args])
             thunks[name] = text
             return tirx.call_extern("int32", name, entry(call.op), *call.args)
         is_data = isinstance(call.op, tvm.ir.Op) and call.op.name == "tirx.buffer_data"

@@ -44,8 +44,7 @@ class _ConstantTuple:
         self.tensors: list[tvm.runtime.Tensor] = []
 
     def add(self, constant: tvm.ir.GenericConst) -> int:
-        vdevice = constant.ty.vdevice or self.vdevices[0]
-        device = vdevice_index(vdevice, self.vdevices)
+        device = vdevice_index(constant.ty.vdevice or self.vdevices[0], self.vdevices)
         data = constant.value
         key = (device, hash(data))  # identity, which is unique because the table keeps the tensor alive
         if key not in self.index:
@@ -73,10 +72,7 @@ def lift_constants(mod: tvm.IRModule, tables: Sequence[AddressTable] = ()) -> Li
     table = _ConstantTuple(vdevices_of(mod))
     for direct in tables:
         table.add_table(direct)
-    replaced: dict[tvm.ir.GlobalVar, tuple[relax.Expr, dict[int, relax.Var]]] = {}
-    for gv, func in functions.items():
-        if gv in takers:
-            replaced[gv] = _replace(func, table)
+    replaced = {gv: _replace(func, table) for gv, func in functions.items() if gv in takers}
     defaults = {gv.name_hint: _defaults(func, table) for gv, func in functions.items() if DEFAULTS in func.attrs}
     tuple_type = tvm.ir.TupleType(table.types)
     result = dict(mod.functions.items())

@@ -26,9 +26,10 @@ from ...system import has_symbol
 from ...target.backend import CPU, LinkedCode, backend_of
 from ...target.native_target import native
 from ...target.vdevice import host_vdevice, vdevices_of
+from ...tir.core.walks import binds_threads
 from ...transform.ir.module_attrs import COMMANDS
 from ...transform.ir.reasons import reason
-from ...transform.ir.rewriting import copy_module, op_name, relax_functions, typed, with_body
+from ...transform.ir.rewriting import copy_module, op_name, relax_functions, sequence, typed, with_body
 from ...vm.device.tensors import ALIGNMENT
 from .address_table import with_address_functions
 from .entries import emit_entries
@@ -66,8 +67,7 @@ from .threads.worker_threads import with_launch_setters, worker_threads
 # process. Relax lacks loops, so passes before this one see an ordinary recursive function.
 
 _CHECK_BUILTINS = ("vm.builtin.match_shape", "vm.builtin.check_tensor_info", "vm.builtin.check_tuple_info")
-_STORE_TO_HEAP = 1
-"""Code of match_shape for an extent that it stores (MatchShapeCode::kStoreToHeap in TVM's sources)."""
+_STORE_TO_HEAP = 1  # code of match_shape for an extent that it stores (MatchShapeCode::kStoreToHeap in TVM's sources)
 
 
 @dataclass(frozen=True)
@@ -196,14 +196,14 @@ class _TripWriter:
             )
             output = relax.Var(last.var.name, relax.AnyType())
             conditional = typed(relax.If(last.value.cond, *branches, last.value.span), output.ty)
-            return _sequence([*bindings[:index], relax.VarBinding(output, conditional, last.span)], output)
+            return sequence([*bindings[:index], relax.VarBinding(output, conditional, last.span)], output)
         if calls:
             index = next(i for i, binding in enumerate(bindings) if binding.same_as(last))
             output = relax.Var(last.var.name, relax.AnyType())
             next_trip = relax.VarBinding(output, _tuple(1, [last.value.args[i] for i in self.carried]), last.span)
-            return _sequence([*bindings[:index], next_trip], output)
+            return sequence([*bindings[:index], next_trip], output)
         output = relax.Var("result", relax.AnyType())
-        return _sequence([*bindings, *rest, relax.VarBinding(output, _tuple(0, [result]))], output)
+        return sequence([*bindings, *rest, relax.VarBinding(output, _tuple(0, [result]))], output)
 
 
 def _with_new_variables(bindings: list[relax.Binding], result: relax.Expr) -> tuple[list[relax.Binding], relax.Expr]:
@@ -224,10 +224,6 @@ def _with_new_variables(bindings: list[relax.Binding], result: relax.Expr) -> tu
 def _tuple(repeats: int, values: list[relax.Expr]) -> relax.Call:
     make = relax.ExternFunc("vm.builtin.make_tuple")
     return relax.Call(make, [relax.prim_value(repeats), *values], None, [relax.AnyType()], ret_ty=relax.AnyType())
-
-
-def _sequence(bindings: list[relax.Binding], result: relax.Var) -> relax.SeqExpr:
-    return typed(relax.SeqExpr([relax.BindingBlock(bindings)], result), result.ty)
 
 
 _EXTERNAL_CALLS = ("tirx.call_extern", "tirx.call_pure_extern")
@@ -403,15 +399,6 @@ def runs_commands(func: tirx.PrimFunc) -> bool:
     """Return whether a function is host code for a device: a command buffer, or a function that calls others."""
     on_global = (tvm.ir.GlobalVar, VisitInterrupt)
     return COMMANDS in func.attrs or structural_walk(func.body, on_global) is not None
-
-
-def binds_threads(func: tirx.PrimFunc) -> bool:
-    """Return whether any loop of a kernel is bound to a GPU thread axis."""
-
-    def on_loop(loop: tirx.For) -> VisitInterrupt | None:
-        return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None
-
-    return structural_walk(func.body, (tirx.For, on_loop)) is not None
 
 
 def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> Any:

@@ -62,8 +62,7 @@ _EXPANDED_TYPES = ("float32", "float16", "bfloat16")
 # Functions without LLVM vector intrinsics, so TVM cannot generate code for vectors of float64.
 _SCALAR_ONLY = frozenset(f"tirx.{name}" for name in "erf log1p sinh cosh asinh acosh asin acos atan".split())
 _POWERS_AS_PRODUCTS = {2.0: "square", 3.0: "cube"}
-_LANES_OF_SCALARS = 4
-"""Lanes of the vector that a scalar is computed in, of which LLVM keeps one."""
+_LANES_OF_SCALARS = 4  # lanes of the vector that a scalar is computed in, of which LLVM keeps one
 _IMPORT_LLVM = "pragma_import_llvm"
 
 
@@ -154,11 +153,8 @@ def _definition(name: str, lanes: int) -> str:
     return llvm_function(_symbol(name, lanes), params, vector_math.as_expression(function, *params))
 
 
-ARGUMENT_ALIGNMENT = 16
-"""Bytes of alignment of malloc on 64-bit systems (max_align_t), and hence of numpy's arrays."""
-
-TRUSTED = "relax_hetero.trusted"
-"""Attribute of a PrimFunc whose callers have checked its arguments."""
+ARGUMENT_ALIGNMENT = 16  # bytes of alignment of malloc on 64-bit systems (max_align_t), and hence of numpy's arrays
+TRUSTED = "relax_hetero.trusted"  # attribute of a PrimFunc whose callers have checked its arguments
 
 
 def build_llvm(

@@ -19,8 +19,7 @@ from ...target.cpu_cores import num_cores
 from ...transform.ir.rewriting import with_functions
 from ...vm.device.interruptible import run_in_threads
 
-KERNELS_PER_MODULE = 4
-"""Fewer balance the load better, but each module repeats set-up worth about a tenth of a kernel."""
+KERNELS_PER_MODULE = 4  # fewer balance the load better, but each module repeats set-up worth about a tenth of a kernel
 
 Build = Callable[[Target, tvm.IRModule], tvm.runtime.Module]
 Progress = Callable[[str, int, int], None]
@@ -53,7 +52,7 @@ def build_in_parallel(
 
     def task(target: Target, part: tvm.IRModule) -> tvm.runtime.Module:
         part = compact_blocks(part)
-        with _without_idle_passes(context, target):
+        with copy_of(context, COMPACTION, *(IDLE_ON_CPUS if target.kind.name == "llvm" else ())):
             return build(target, part)
 
     tasks = [partial(task, target, part) for target, part in parts]
@@ -74,8 +73,7 @@ class _Counter:
         return library
 
 
-COMPACTION = "s_tir.CompactBufferAllocation"
-"""TVM's pass that `compact_blocks` takes the place of."""
+COMPACTION = "s_tir.CompactBufferAllocation"  # TVM's pass that `compact_blocks` takes the place of
 # Passes that change nothing in kernels of CPUs; finding that out takes a tenth of the time of TVM's pipeline.
 # LLVM removes what RemoveNoOp does, which takes another tenth.
 IDLE_ON_CPUS = ("tirx.RemoveNoOp",) + tuple(
@@ -118,11 +116,6 @@ def _compaction() -> tvm.transform.Pass:
             passes.CompactBufferAllocation(),
         ]
     )
-
-
-def _without_idle_passes(context: tvm.transform.PassContext, target: Target) -> tvm.transform.PassContext:
-    """A copy of a context, for another thread, without passes that would not change the target's machine code."""
-    return copy_of(context, COMPACTION, *(IDLE_ON_CPUS if target.kind.name == "llvm" else ()))
 
 
 def copy_of(context: tvm.transform.PassContext, *disabled: str) -> tvm.transform.PassContext:

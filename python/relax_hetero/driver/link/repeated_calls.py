@@ -26,8 +26,8 @@ After, in addition to the unchanged `main`::
         ...
 
 The machine recognizes calls whose arguments have the devices, element types and shapes of an earlier call
-(`vm.args.call_cache`). It calls `main_shared` once for each such combination, and `main_repeated` from then on, so that
-a symbolic function costs the CPU as little as a static one.
+(`vm.args.argument_binding`). It calls `main_shared` once for each such combination, and `main_repeated` from then on,
+so that a symbolic function costs the CPU as little as a static one.
 
 A function gets these entry points if its parameters are tensors whose sizes determine all other sizes.
 """
@@ -41,16 +41,21 @@ import tvm
 from tvm import relax, tirx
 
 from ...artifact.metadata import RepeatedCall
-from ...transform.ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed, walk_bindings
+from ...transform.ir.rewriting import (
+    copy_module,
+    fresh_global_var,
+    op_name,
+    relax_functions,
+    sequence,
+    walk_bindings,
+)
 
 _HEAP, _NO_HEAP = "vm.builtin.alloc_shape_heap", "relax.null_value"
 _CHECK, _MATCH = "vm.builtin.check_tensor_info", "vm.builtin.match_shape"
 _SHARED = ("vm.builtin.make_prim_value", "vm.builtin.make_shape", "vm.builtin.tuple_getitem")
 """Calls whose results depend only on constants, sizes and types."""
-_MAKE_TENSOR = ("relax.vm.alloc_tensor", "vm.builtin.reshape")
-"""Calls that make a tensor of a given shape."""
-_STORE = 1
-"""The code by which `_MATCH` stores an extent (MatchShapeCode::kStoreToHeap in TVM's sources)."""
+_MAKE_TENSOR = ("relax.vm.alloc_tensor", "vm.builtin.reshape")  # calls that make a tensor of a given shape
+_STORE = 1  # the code by which `_MATCH` stores an extent (MatchShapeCode::kStoreToHeap in TVM's sources)
 
 
 def with_repeated_calls(mod: tvm.IRModule, names: Iterable[str]) -> tuple[tvm.IRModule, tuple[RepeatedCall, ...]]:
@@ -87,13 +92,13 @@ class _Parts:
 
     def repeated(self) -> relax.Function:
         """The function of the tensors and the shared values."""
-        body = _sequence(self.rest, self.func.body.body, self.func.ret_ty)
+        body = sequence(self.rest, self.func.body.body, self.func.ret_ty)
         return relax.Function([*_tensors(self.func), *self.used], body, self.func.ret_ty, self.func.is_pure)
 
     def shared_values(self) -> relax.Function:
         """The function of all parameters that returns the shared values."""
         values = relax.Tuple(self.used)
-        body = _sequence(self.shared, values, values.ty)
+        body = sequence(self.shared, values)
         return relax.Function(list(self.func.params), body, values.ty, self.func.is_pure)
 
 
@@ -144,10 +149,6 @@ def _stores(match: relax.Call) -> bool:
     """Return whether a call of `_MATCH` (tensor, heap, rank, pairs of code and number) stores an extent."""
     rank = int(match.args[2].value)
     return any(int(code.value) == _STORE for code in match.args[3 : 3 + 2 * rank : 2])
-
-
-def _sequence(bindings: list[relax.Binding], result: relax.Expr, ty: tvm.ir.Type) -> relax.SeqExpr:
-    return typed(relax.SeqExpr([relax.BindingBlock(bindings)] if bindings else [], result), ty)
 
 
 def _tensors(func: relax.Function) -> list[relax.Var]:

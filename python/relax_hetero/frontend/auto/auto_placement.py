@@ -83,8 +83,7 @@ _MAX_TIME_RATIO = 0.9
 # Default limit in percent of a GPU's memory; the driver, kernels and other calls in flight need the rest.
 _GPU_MEMORY_PERCENT = 85
 
-MemoryLimit: TypeAlias = int | str | Mapping[str, int | str]
-"""Type of `memory_limit` in `auto_placement`."""
+MemoryLimit: TypeAlias = int | str | Mapping[str, int | str]  # type of `memory_limit` in `auto_placement`
 
 
 @dataclass(frozen=True)
@@ -220,11 +219,8 @@ def _plan(
     def ticks(plan: Sequence[int]) -> int:
         return call_ticks(costs, plan) if objective == "latency" else max(costs.busy_queues(plan))
 
-    def order(plan: Sequence[int]) -> tuple[int, ...]:
-        return (*costs.excess_bytes(plan), ticks(plan))
-
     single_device_plans = [[device] * len(graph.units) for device in range(len(vdevices))]
-    start = min(single_device_plans, key=order)
+    start = min(single_device_plans, key=lambda plan: (*costs.excess_bytes(plan), ticks(plan)))
     window = best_window(costs)
     best = best_plan(costs, start, objective, extra_starts=window)
     if objective == "latency":

@@ -48,8 +48,7 @@ _log = logging.getLogger("relax_hetero")
 F = TypeVar("F")
 Measure = Literal["missing", "all", "nothing"]
 
-TYPES = ("float32", "float16", "bfloat16")
-"""Element types of measured products."""
+TYPES = ("float32", "float16", "bfloat16")  # element types of measured products
 
 _FORMAT_VERSION = 6  # of cached figures; change it with their meaning or the kernels
 _CHAINED_PRODUCTS = 4  # products per call, each of the previous result

@@ -11,16 +11,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from .cost_model import CostModel
 from .work_graph import OUTSIDE, WorkGraph, WorkValue
 
-TICKS = 1e12
-"""Ticks per second."""
-
-PADDING = 1.02
-"""Factor of packed weights, which are padded to whole tiles."""
+TICKS = 1e12  # ticks per second
+PADDING = 1.02  # factor of packed weights, which are padded to whole tiles
 
 WINOGRAD_SIZE_RATIO = 16 / 9
 """Winograd's F(2x2, 3x3), which CPU convolutions may use, stores 16 numbers for a filter of 9."""
@@ -32,21 +28,6 @@ class PlanCosts:
     Devices in `transforming` may store 3x3 filters in Winograd's form, which takes more memory.
 
     A transfer occupies the queue of its destination, as at run time, or of its source if it goes to an implicit host.
-
-    Attributes
-    ----------
-    devices : int
-        Number of devices.
-    queues
-        Number of queues.
-    queue_of
-        The queue of each device.
-    ops : list
-        Ticks of each unit on each device.
-    around : list of list of int
-        For each unit, the indices in ``graph.values`` of the values that it writes or reads.
-    limits : dict
-        Device -> maximum bytes of a call; only devices on which the whole program does not fit.
     """
 
     def __init__(
@@ -58,13 +39,15 @@ class PlanCosts:
     ) -> None:
         self.graph = graph
         self._transforming = frozenset(transforming)
-        self.devices = len(model.devices)
-        self.queue_of = list(model.queues) or list(range(self.devices))
-        self.queues = max(self.queue_of) + 1
+        self.devices = len(model.devices)  # number of devices
+        self.queue_of = list(model.queues) or list(range(self.devices))  # the queue of each device
+        self.queues = max(self.queue_of) + 1  # number of queues
+        # Ticks of each unit on each device.
         self.ops = [
             [sum(_ticks(model.op_seconds(work, device)) for work in unit.ops) for device in self._device_range()]
             for unit in graph.units
         ]
+        # For each unit, the indices in ``graph.values`` of the values that it writes or reads.
         self.around: list[list[int]] = [[] for _ in graph.units]
         for index, value in enumerate(graph.values):
             for unit in {value.producer, *value.readers} - {OUTSIDE}:
@@ -78,6 +61,7 @@ class PlanCosts:
         ]
         self._sharers = [index for index, unit in enumerate(graph.units) if not self._shared.isdisjoint(unit.weights)]
         all_on_device = {device: self.bytes_on(device, [device] * len(graph.units)) for device in limits or ()}
+        # Device -> maximum bytes of a call; only devices on which the whole program does not fit.
         self.limits = {device: limit for device, limit in (limits or {}).items() if all_on_device[device] > limit}
 
     def total(self, plan: Sequence[int]) -> int:
@@ -287,67 +271,52 @@ def _makespan(
     return now
 
 
-class Measure(Protocol):
-    """A mutable plan and its cost.
+class Measure:
+    """A mutable plan and its cost."""
 
-    Attributes
-    ----------
-    plan : list of int
-        Device of every unit; changed by the methods only.
-    key : tuple of int
-        Cost, compared lexicographically.
-    effort : int
-        Number of units and values examined so far.
-    """
-
-    plan: list[int]
-    key: tuple[int, ...]
-    effort: int
-
-    def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
-        """Put units on devices."""
-
-    def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
-        """Put units on devices if that is better."""
-
-
-class CallTime:
-    """Cost for latency: excess of memory limits, time of one call (`call_ticks`), total work."""
+    key: tuple[int, ...] = ()  # cost, compared lexicographically
 
     def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
         self._costs = costs
-        self.effort = 0
-        self.plan = list(plan)
-        self.key: tuple[int, ...] = ()
-        self.move((), ())
+        self.effort = 0  # number of units and values examined so far
+        self.plan = list(plan)  # device of every unit; changed by the methods only
 
     def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
         """Put units on devices."""
-        self._put(units, devices)
-        costs = self._costs
-        self.key = (*costs.excess_bytes(self.plan), call_ticks(costs, self.plan), costs.total(self.plan))
-        self.effort += (len(self.plan) + len(costs.graph.values)) * (1 + len(costs.limits))
+        for unit, device in zip(units, devices, strict=True):
+            self.plan[unit] = device
+
+    _move_back = move
 
     def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
         """Put units on devices if that is better."""
         old_devices, key = [self.plan[unit] for unit in units], self.key
         self.move(units, devices)
         if not self.key < key:
-            self._put(units, old_devices)
+            self._move_back(units, old_devices)
             self.key = key
 
-    def _put(self, units: Sequence[int], devices: Sequence[int]) -> None:
-        for unit, device in zip(units, devices, strict=True):
-            self.plan[unit] = device
+
+class CallTime(Measure):
+    """Cost for latency: excess of memory limits, time of one call (`call_ticks`), total work."""
+
+    def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
+        super().__init__(costs, plan)
+        self.move((), ())
+
+    def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
+        """Put units on devices."""
+        super().move(units, devices)
+        costs = self._costs
+        self.key = (*costs.excess_bytes(self.plan), call_ticks(costs, self.plan), costs.total(self.plan))
+        self.effort += (len(self.plan) + len(costs.graph.values)) * (1 + len(costs.limits))
 
 
-class BusiestQueue:
+class BusiestQueue(Measure):
     """Cost for throughput: excess of memory limits, time of the busiest queue, of the second, and so on."""
 
     def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
-        self._costs = costs
-        self.effort = 0
-        self.plan = list(plan)
+        super().__init__(costs, plan)
         self._busy = costs.busy_queues(plan)
         self.key = self._sorted()
 
@@ -356,20 +325,14 @@ class BusiestQueue:
         costs = self._costs
         around = {value for unit in units for value in costs.around[unit]}
         self._add(units, around, -1)
-        for unit, device in zip(units, devices, strict=True):
-            self.plan[unit] = device
+        super().move(units, devices)
         self._add(units, around, 1)
         self.key = self._sorted()
         self.effort += len(units) + len(around)
         if costs.limits:  # memory is computed for the whole program
             self.effort += len(self.plan) + len(costs.graph.values)
 
-    def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
-        """Put units on devices if that is better."""
-        old_devices, key = [self.plan[unit] for unit in units], self.key
-        self.move(units, devices)
-        if not self.key < key:
-            self.move(units, old_devices)
+    _move_back = move
 
     def _add(self, units: Sequence[int], values: set[int], sign: int) -> None:
         costs = self._costs

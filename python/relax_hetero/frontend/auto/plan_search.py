@@ -27,8 +27,7 @@ from .work_graph import OUTSIDE
 
 INFINITE = 1 << 62
 
-# Maximum number of rounds over all pairs of devices; later ones gain little.
-_MAX_REFINEMENTS = 5
+_MAX_REFINEMENTS = 5  # maximum number of rounds over all pairs of devices; later ones gain little
 
 
 def min_work(costs: PlanCosts, plan: list[int]) -> list[int]:
@@ -238,8 +237,7 @@ Clusters = list[list[int]]
 # Maximum number of units and values that a refinement of one starting point examines, which takes about a second.
 _MAX_EFFORT = 300_000
 
-# Maximum number of assignments of clusters to devices that exhaustive search tries.
-MAX_PLANS = 4096
+MAX_PLANS = 4096  # maximum number of assignments of clusters to devices that exhaustive search tries
 
 # Maximum number of passes over the clusters of one partition, and of clusters whose pairs are exchanged.
 _MAX_ROUNDS = 4
@@ -248,26 +246,16 @@ _MAX_EXCHANGED = 24
 
 def best_plan(
     costs: PlanCosts,
+    # A plan; the result is at least as good as this one and the plan of least work. A plan within the memory limits is
+    # better than any other.
     start: list[int],
+    # "latency" minimizes the time of one call, and among equal plans their work. "throughput" minimizes the time of the
+    # busiest queue, then that of the second busiest, and so on, then the time of one call.
     objective: Objective,
-    max_plans: int = MAX_PLANS,
-    extra_starts: Sequence[list[int]] = (),
+    max_plans: int = MAX_PLANS,  # maximum number of assignments of clusters to devices that exhaustive search tries
+    extra_starts: Sequence[list[int]] = (),  # further starting points
 ) -> list[int]:
-    """Search for the best plan.
-
-    Parameters
-    ----------
-    start : list of int
-        A plan; the result is at least as good as this one and the plan of least work. A plan within the memory limits
-        is better than any other.
-    objective : Objective
-        "latency" minimizes the time of one call, and among equal plans their work. "throughput" minimizes the time of
-        the busiest queue, then that of the second busiest, and so on, then the time of one call.
-    max_plans : int
-        Maximum number of assignments of clusters to devices that exhaustive search tries.
-    extra_starts : sequence of list of int
-        Further starting points.
-    """
+    """Search for the best plan."""
     if costs.devices == 1:
         return start
     min_work_plan = min_work(costs, start)
@@ -355,13 +343,9 @@ def cluster_levels(costs: PlanCosts, min_clusters: int) -> list[Clusters]:
     """Partitions of the units, from the coarsest to single units.
 
     Heavy-edge matching, as in multilevel graph partitioning: pairs of clusters are joined by decreasing ratio of the
-    cost of transfers between them to the geometric mean of their work.
-
-    Parameters
-    ----------
-    min_clusters : int
-        Number of clusters at which joining stops. It stops earlier if any further join would exceed twice the average
-        work of so many clusters, or no two clusters exchange a value.
+    cost of transfers between them to the geometric mean of their work. `min_clusters`: number of clusters at which
+    joining stops. It stops earlier if any further join would exceed twice the average work of so many clusters, or no
+    two clusters exchange a value.
     """
     clusters: Clusters = [[unit] for unit in range(len(costs.ops))]
     work = [min(ticks) + 1 for ticks in costs.ops]

@@ -25,17 +25,8 @@ class Task:
 def simulate(tasks: Sequence[Task], resources: Mapping[str, int] | None = None) -> list[float]:
     """End of each task in seconds, from 0.
 
-    Parameters
-    ----------
-    tasks : sequence of Task
-        Each after those it waits for.
-    resources : mapping from str to int, optional
-        Resource -> number of its units; 1 for others.
-
-    Raises
-    ------
-    ValueError
-        If a task waits for a later one, or takes more units than there are.
+    `tasks`: each after those it waits for. `resources`: resource -> number of its units; 1 for others. Raises
+    ValueError if a task waits for a later one, or takes more units than there are.
     """
     capacity = dict(resources or {})
     free = {name: capacity.get(name, 1) for task in tasks for name in task.units}

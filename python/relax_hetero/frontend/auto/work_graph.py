@@ -13,14 +13,12 @@ from tvm import relax
 
 from ...op.traits import Traits, traits_of
 
-# Index of the caller, which writes the inputs and reads the outputs.
-OUTSIDE = -1
+OUTSIDE = -1  # index of the caller, which writes the inputs and reads the outputs
 
 NamesOf = Callable[[relax.Var], str]
 Loops: TypeAlias = "Mapping[tvm.ir.GlobalVar, Sequence[relax.Binding]]"
 
-_MAX_TRIPS = 2**32
-"""Exporters write larger numbers for loops that a condition ends."""
+_MAX_TRIPS = 2**32  # exporters write larger numbers for loops that a condition ends
 
 
 class Work(NamedTuple):

@@ -124,14 +124,12 @@ _BIASES = tuple(
     f"{name}.bias" for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 )
 _ANY_BIASES = (*_ROPE, *_BIASES)
-_QKV = ("attn_qkv.weight", "attn_qkv.bias")
-"""One matrix of queries, keys and values."""
+_QKV = ("attn_qkv.weight", "attn_qkv.bias")  # one matrix of queries, keys and values
 _QK_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 _NORM_BIASES = ("attn_norm.bias", "output_norm.bias")
 _LAYER_BIASES = (*_NORM_BIASES, "ffn_norm.bias")
 _OWN_BIASES = ("attn_output.bias", "ffn_up.bias", "ffn_down.bias")
-_ALL_BIASES = (*_LAYER_BIASES, *_OWN_BIASES)
-"""Biases of all norms and products but those of queries, keys and values."""
+_ALL_BIASES = (*_LAYER_BIASES, *_OWN_BIASES)  # biases of all norms and products but those of queries, keys and values
 LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 _SANDWICH = Norms(attention_out="post_attention_norm", feed_forward_out="post_ffw_norm")

@@ -19,8 +19,7 @@ from .language_graph import LanguageFunction
 from .stream_experts import ExpertStreams
 from .weights import Weights
 
-_MASKED = -1e30
-"""Score of a key that a query does not attend to; finite, so that rows without keys stay so."""
+_MASKED = -1e30  # score of a key that a query does not attend to; finite, so that rows without keys stay so
 
 
 def encoder_module(

@@ -22,8 +22,7 @@ from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from .activation_types import names_of
 from .hyperparameters import Hyperparameters
 
-MATRICES = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-"""Tensors of a layer's experts."""
+MATRICES = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")  # tensors of a layer's experts
 
 _WITH_LIST = re.compile(r"(.*_exps)\[([^\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")

@@ -28,8 +28,7 @@ from ...artifact.file_hints import describe_value, hint_of, near_file
 from ...artifact.regular_files import open_regular
 from ...errors import FrontendError, pip_install
 
-MAX_ENTRIES = 1 << 16
-"""Maximum number of keys, and of tensors; files with more are damaged."""
+MAX_ENTRIES = 1 << 16  # maximum number of keys, and of tensors; files with more are damaged
 _MAX_EAGER_ENTRIES = 256
 """Maximum length of lists that become Python lists; longer ones stay an array of numbers, or `Texts`."""
 _NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -122,8 +121,7 @@ class Reader:
 
     def text(self, what: str) -> str:
         """Read a text in UTF-8."""
-        length = self.number("Q", what)
-        return self._decode(self.skip(length, what), what)
+        return self._decode(self.skip(self.number("Q", what), what), what)
 
     def texts(self, count: int, what: str) -> Texts:
         """Read consecutive texts."""
@@ -192,8 +190,7 @@ def _read_value(reader: Reader, kind: int, key: str) -> Any:
 
 
 _VERSIONS = (2, 3)
-_MAX_DIMS, _MAX_NAME_BYTES = 4, 63
-"""Limits of llama.cpp: dimensions of a tensor, and bytes of its name."""
+_MAX_DIMS, _MAX_NAME_BYTES = 4, 63  # limits of llama.cpp: dimensions of a tensor, and bytes of its name
 _DEFAULT_ALIGNMENT = 32
 _NUMPY_TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 """Types that numpy has; tensors of all other types are bytes."""

@@ -94,8 +94,7 @@ class GraphOps:
 
     def _normal(self, x: relax.Expr, name: str) -> relax.Expr:
         """RMS norm without factors."""
-        mean = self._mean_square(x, name)
-        stable = self.emit(mean + scalar(self.model.eps), f"{name}.stable")
+        stable = self.emit(self._mean_square(x, name) + scalar(self.model.eps), f"{name}.stable")
         inverse = self.emit(relax.op.rsqrt(stable), f"{name}.inverse")
         return self.emit(x * inverse, f"{name}.normal")
 
@@ -186,8 +185,7 @@ class GraphOps:
         transposed = self.emit(relax.op.permute_dims(matrix, [1, 0]), f"{name}.transposed")
         result = self.emit(relax.op.matmul(x, transposed, out_dtype="float32"), name)
         if has_scale and f"{tensor}.scale" in self.weights:
-            scale = self.weights.vector(f"{tensor}.scale", 1)
-            result = self.emit(result * scale, f"{name}.scaled")
+            result = self.emit(result * self.weights.vector(f"{tensor}.scale", 1), f"{name}.scaled")
         if f"{tensor}.bias" in self.weights:
             bias = self.weights.vector(f"{tensor}.bias", out_features)
             result = self.emit(result + bias, f"{name}.biased")

@@ -35,15 +35,12 @@ _YARN_FACTORS = {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor
 """Keys of factors of YaRN's magnitude, with their defaults."""
 _UNNORMED_EXPERTS = 128
 """Number of experts that identifies the Llama 4 without norms of queries and keys, as in llama.cpp."""
-POOLINGS = ("mean", "cls", "last")
-"""Poolings by their number in a file, from 1 on."""
+POOLINGS = ("mean", "cls", "last")  # poolings by their number in a file, from 1 on
 _EPSILONS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
 """Keys of the epsilon of norms by their kind."""
-_MAX_INT32 = (1 << 31) - 1
-"""Maximum of counts: positions, tokens and sizes are int32."""
+_MAX_INT32 = (1 << 31) - 1  # maximum of counts: positions, tokens and sizes are int32
 _TINY, _HUGE = float(np.finfo("float32").tiny), float(np.finfo("float32").max)
-MAX_LAYERS = 10_000
-"""A file with more layers is damaged."""
+MAX_LAYERS = 10_000  # a file with more layers is damaged
 
 
 @dataclass(frozen=True)
@@ -472,7 +469,7 @@ def _read_delta(metadata: _Fields) -> DeltaRule:
 def _latent_scale(metadata: _Fields, latent: LatentAttention, yarn: Yarn | None, factor: float) -> float:
     """Factor of scores; files have a tenth of the multiplier of YaRN's magnitude, which scores take squared."""
     multiplier = metadata.number("rope.scaling.yarn_log_multiplier", 0.0) * 10
-    magnitude = yarn.magnitude * _magnitude(factor, multiplier) if yarn else 1.0
+    magnitude = yarn.magnitude * yarn_magnitude(factor, multiplier) if yarn else 1.0
     return magnitude**2 / math.sqrt(latent.key_size)
 
 
@@ -502,7 +499,7 @@ def _read_yarn(metadata: _Fields, rotary_size: int, base: float, factor: float) 
     is_scaled_later = multiplier and ARCHITECTURES[metadata.name].has_latent_attention
     share = metadata.number("rope.scaling.yarn_ext_factor", 1.0)
     has_magnitude = share > 0 and not is_scaled_later
-    magnitude = _magnitude(factor) / _magnitude(factor, multiplier) if has_magnitude else 1.0
+    magnitude = yarn_magnitude(factor) / yarn_magnitude(factor, multiplier) if has_magnitude else 1.0
     slow, fast = (metadata.number(f"rope.scaling.yarn_beta_{key}", default, above=0.0) for key, default in _YARN_TURNS)
     first, last = pair_of(fast), pair_of(slow)
     if metadata.flag("rope.scaling.yarn_truncate", True):  # a key of folders: GGUF files do not state it
@@ -515,7 +512,7 @@ def _read_yarn(metadata: _Fields, rotary_size: int, base: float, factor: float) 
     )
 
 
-def _magnitude(factor: float, multiplier: float = 1.0) -> float:
+def yarn_magnitude(factor: float, multiplier: float = 1.0) -> float:
     """YaRN's factor of queries and keys for positions that are scaled by 1 / `factor`."""
     return 1.0 + 0.1 * multiplier * math.log(factor) if factor > 1 else 1.0
 

@@ -20,8 +20,7 @@ from ...errors import FrontendError
 from ..greedy_tokens import greedy_tokens, masked_tokens
 from ..paged_cache import CHUNK, PagedCache
 from .activation_types import ActivationTypes
-from .attention_graph import AttentionGraph
-from .delta_graph import DeltaGraph
+from .attention_graph import AttentionGraph, DeltaGraph
 from .expert_rules import ExpertGroup
 from .graph_ops import scalar
 from .hyperparameters import Hyperparameters

@@ -16,8 +16,7 @@ from ..auto.cost_model import CostModel
 KERNELS = {"embd": 1, "inputs": 4, "attn": 5, "ffn": 4, "router": 3, "experts": 2, "output": 2}
 """Approximate number of kernels of a part on a GPU, where launches take the longest."""
 
-_OPERATIONS = 2.0
-"""Operations of a multiply-add."""
+_OPERATIONS = 2.0  # operations of a multiply-add
 
 
 @dataclass(frozen=True)
@@ -50,57 +49,30 @@ def prefill_steps(tokens: int, chunks: Sequence[int]) -> list[Step]:
 
 @dataclass(frozen=True)
 class Part:
-    """Unit of placement: embeddings, the output, or a part of a layer.
+    """Unit of placement: embeddings, the output, or a part of a layer."""
 
-    Attributes
-    ----------
-    name : str
-        "embd"; "inputs": embeddings of each layer; "attn": attention; "ffn": the rest of a layer without experts;
-        "experts": those that tokens choose; "router": the rest of a layer with experts; "output".
-    layer : int
-    resident_bytes : tuple of float
-        Bytes of weights and cache on each device.
-    weights_read : tuple of float
-        Bytes of weights that many rows read on each device, infinite on devices without a kernel.
-    share : float
-        Fraction of them that one row reads.
-    products : mapping from str to float
-        Multiply-adds of a row by the type of the weights (`DeviceCost.products`).
-    cache_bytes : float
-        Bytes of keys and values of a position.
-    window : int
-        Maximum number of positions that a row attends to; 0: all.
-    scores : float
-        Multiply-adds of a row for each position.
-    shared : tuple of bool
-        For the embeddings, True for each device on which the output product reads the same bytes.
-    resident_cache : float
-        Bytes of the cache in `resident_bytes`.
-    variable : str
-        Variable whose placement rule decides for the part.
-    experts : tuple of int
-        Numbers of the experts, if the part does not have all of the layer.
-    pairs : tuple of float
-        Expected number of a row's pairs with each expert of the part, 0 to 1; empty if all are equally frequent.
-    last_row : (float, float)
-        Fractions of the products and of the scores that a prefill computes for one row of each text, as the logits of
-        one are returned (`Hyperparameters.full_layers`).
-    """
-
+    # "embd"; "inputs": embeddings of each layer; "attn": attention; "ffn": the rest of a layer without experts;
+    # "experts": those that tokens choose; "router": the rest of a layer with experts; "output".
     name: str
     layer: int
-    resident_bytes: tuple[float, ...]
+    resident_bytes: tuple[float, ...]  # bytes of weights and cache on each device
+    # Bytes of weights that many rows read on each device, infinite on devices without a kernel.
     weights_read: tuple[float, ...]
-    share: float = 1.0
+    share: float = 1.0  # fraction of them that one row reads
+    # Multiply-adds of a row by the type of the weights (`DeviceCost.products`).
     products: Mapping[str, float] = field(default_factory=dict)
-    cache_bytes: float = 0.0
-    window: int = 0
-    scores: float = 0.0
+    cache_bytes: float = 0.0  # bytes of keys and values of a position
+    window: int = 0  # maximum number of positions that a row attends to; 0: all
+    scores: float = 0.0  # multiply-adds of a row for each position
+    # For the embeddings, True for each device on which the output product reads the same bytes.
     shared: tuple[bool, ...] = ()
-    resident_cache: float = 0.0
-    variable: str = ""
-    experts: tuple[int, ...] = ()
+    resident_cache: float = 0.0  # bytes of the cache in `resident_bytes`
+    variable: str = ""  # variable whose placement rule decides for the part
+    experts: tuple[int, ...] = ()  # numbers of the experts, if the part does not have all of the layer
+    # Expected number of a row's pairs with each expert of the part, 0 to 1; empty if all are equally frequent.
     pairs: tuple[float, ...] = ()
+    # Fractions of the products and of the scores that a prefill computes for one row of each text, as the logits of one
+    # are returned (`Hyperparameters.full_layers`).
     last_row: tuple[float, float] = (0.0, 0.0)
 
     def some_experts(self, experts: Sequence[int], pairs: Sequence[float], variable: str) -> Part:

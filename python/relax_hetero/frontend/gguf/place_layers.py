@@ -84,8 +84,7 @@ def bytes_read(tensor: FileTensor, layout: BlockLayout | None) -> float:
     return (COPIED_EXPERTS if is_copied else 1) * resident_bytes(tensor, layout)
 
 
-CONTEXT_BYTES = 512 << 20
-"""Memory that a process takes on a GPU for its context and code."""
+CONTEXT_BYTES = 512 << 20  # memory that a process takes on a GPU for its context and code
 
 
 def working_bytes(model: Hyperparameters, cache: PagedCache, vdevice: tvm.relax.VDevice) -> int:

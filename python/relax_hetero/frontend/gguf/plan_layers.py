@@ -128,20 +128,16 @@ class _Labels:
 
 
 class _Front:
-    """The best plans with some limits.
-
-    Parameters
-    ----------
-    limits : mapping from int to float
-        Device -> maximum of its bytes.
-    order : tuple of int
-        Devices that are used one after the other; a plan does not return to one. Their bytes share a column of sizes.
-    table : int or None
-        Device of the embeddings, with which the output may share their bytes; None: any device, without sharing.
-    """
+    """The best plans with some limits."""
 
     def __init__(
-        self, search: PlanSearch, limits: Mapping[int, float], order: tuple[int, ...], table: int | None
+        self,
+        search: PlanSearch,
+        limits: Mapping[int, float],  # device -> maximum of its bytes
+        # Devices that are used one after the other; a plan does not return to one. Their bytes share a column of sizes.
+        order: tuple[int, ...],
+        # Device of the embeddings, with which the output may share their bytes; None: any device, without sharing.
+        table: int | None,
     ) -> None:
         self._parts, self._order, self._table, self._all_limits = search.parts, order, table, limits
         self._limited = [device for device in sorted(limits) if device not in order]

@@ -12,8 +12,7 @@ from tvm import relax
 from .feed_forward_graph import FeedForwardGraph
 from .graph_ops import scalar
 
-_LEAST_SQUARE = 1e-5
-"""Least mean of squares of a new stream."""
+_LEAST_SQUARE = 1e-5  # least mean of squares of a new stream
 
 
 class ResidualGraph(FeedForwardGraph):
@@ -110,8 +109,7 @@ class ResidualGraph(FeedForwardGraph):
         active = self.emit(self._active(x, f"{name}ed") * factors, f"{name}_scaled")
         row = self._reshaped(self._layer_input(active, layer), [self.rows, 1, model.hidden_size], f"{name}_input")
         others = relax.const(np.arange(count, dtype="float32").clip(0, 1).reshape(1, count, 1))
-        added = self.emit(row * others, f"{name}_inputs")
-        return self.emit(x + added, f"blk.{layer}.altup_out")
+        return self.emit(x + self.emit(row * others, f"{name}_inputs"), f"blk.{layer}.altup_out")
 
     def _modalities(self, x: relax.Expr, layer: int, name: str) -> relax.Expr:
         """Numbers from -1 to 1 for each stream, by which streams are mixed."""

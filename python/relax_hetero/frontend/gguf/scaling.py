@@ -35,13 +35,11 @@ from .hyperparameters import Hyperparameters
 from .part_costs import KERNELS, Part, Step
 from .place_layers import LayerProblem
 
-_STEPS = 6
-"""Simulated decode steps; the first half fills the pipeline."""
+_STEPS = 6  # simulated decode steps; the first half fills the pipeline
 
 MAX_STAGES = 32
 
-_SUMMED_PARTS = ("attn", "ffn", "experts")
-"""Parts whose results the devices of a group add."""
+_SUMMED_PARTS = ("attn", "ffn", "experts")  # parts whose results the devices of a group add
 
 GPU_TRANSFER_SECONDS = 25e-6
 """Time from a kernel's end on a GPU to the next kernel's begin on another one, with a small copy between them.
@@ -53,60 +51,37 @@ Measured on two H200s (23 us); ``python apps/bench/transfers.py --vdevice cuda:0
 
 @dataclass(frozen=True)
 class Fleet:
-    """Equal devices on hosts.
+    """Equal devices on hosts."""
 
-    Attributes
-    ----------
-    hosts, devices : int
-        Numbers of hosts, and of devices of each.
-    link, network : LinkCost
-        Between devices of a host, and between hosts.
-    sum_seconds : float or None
-        Seconds that a sum of CPU devices takes, whose threads wait for each other; None for GPUs, which sum by kernels.
-    overlaps : bool
-        Whether a call returns before it ends, as on GPUs, so that calls of a step follow each other through stages.
-    workers : int
-        Maximum devices of a host that work at the same time, as CPU devices share its cores; 0: all.
-    lone_bandwidth, shared_bandwidth : float
-        Bytes per second that one device reads alone, and that each of so many devices reads while all work.
-    slowdown : float
-        Time that so many devices take at the same time for products over that of one alone.
-    """
-
+    # hosts, devices: numbers of hosts, and of devices of each.
     hosts: int
     devices: int
+    # link, network: between devices of a host, and between hosts.
     link: LinkCost
     network: LinkCost
+    # Seconds that a sum of CPU devices takes, whose threads wait for each other; None for GPUs, which sum by kernels.
     sum_seconds: float | None = None
+    # Whether a call returns before it ends, as on GPUs, so that calls of a step follow each other through stages.
     overlaps: bool = True
-    workers: int = 0
+    workers: int = 0  # maximum devices of a host that work at the same time, as CPU devices share its cores; 0: all
+    # lone_bandwidth, shared_bandwidth: bytes per second that one device reads alone, and that each of so many devices
+    # reads while all work.
     lone_bandwidth: float = math.inf
     shared_bandwidth: float = math.inf
-    slowdown: float = 1.0
+    slowdown: float = 1.0  # time that so many devices take at the same time for products over that of one alone
 
     @classmethod
     def of_vdevices(
         cls,
+        # Devices of a host; one or two stand for more, whose number the caller replaces.
         vdevices: Sequence[tvm.relax.VDevice],
-        costs: CostModel,
+        costs: CostModel,  # cost model of these devices
         hosts: int = 1,
-        network: LinkCost | None = None,
+        network: LinkCost | None = None,  # between hosts; by default 10 Gb/s Ethernet
+        # Measurements of CPU devices that work at the same time; by default they do not slow each other down.
         sharing: SharingFigures | None = None,
     ) -> Fleet:
-        """Hosts of equal devices.
-
-        Parameters
-        ----------
-        vdevices : sequence of VDevice
-            Devices of a host; one or two stand for more, whose number the caller replaces.
-        costs : CostModel
-            Cost model of these devices.
-        hosts : int
-        network : LinkCost, optional
-            Between hosts; by default 10 Gb/s Ethernet.
-        sharing : SharingFigures, optional
-            Measurements of CPU devices that work at the same time; by default they do not slow each other down.
-        """
+        """Hosts of equal devices."""
         count = len(vdevices)
         link = costs.links[0, 1] if count > 1 else LinkCost(math.inf, 0.0)
         network = network or LinkCost(NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS)
@@ -125,19 +100,15 @@ class Fleet:
             sum_seconds = max(sum_seconds if self.workers else 0.0, link.latency)  # it is measured if there are workers
         return replace(self, link=link, sum_seconds=sum_seconds)
 
-    def slowdowns(self, bandwidth: float, count: int, group: int) -> tuple[float, float, float]:
+    def slowdowns(
+        self,
+        bandwidth: float,  # bytes per second that the device reads alone
+        count: int,  # devices of its host that work at the same time
+        group: int,  # devices that are called together
+    ) -> tuple[float, float, float]:
         """Factors of a device's time for all work, as devices take turns, and besides for reading and for products.
 
         More devices of a group than workers take turns in one thread; devices of different groups share the workers.
-
-        Parameters
-        ----------
-        bandwidth : float
-            Bytes per second that the device reads alone.
-        count : int
-            Devices of its host that work at the same time.
-        group : int
-            Devices that are called together.
         """
         turns = group if self.workers and group > self.workers else 1
         count //= turns
@@ -159,24 +130,12 @@ def with_slower_products(costs: CostModel, ratio: float) -> CostModel:
 
 @dataclass(frozen=True)
 class HostTime:
-    """Seconds that the host computes for a call of a greedy decode step, alongside GPUs.
+    """Seconds that the host computes for a call of a greedy decode step, alongside GPUs."""
 
-    Attributes
-    ----------
-    call : float
-        A call of one text on one GPU.
-    text : float
-        Each further text.
-    device : float
-        Each further GPU of a group; 0 if it was not measured.
-    stage : float
-        Each further stage of one GPU; 0 if it was not measured.
-    """
-
-    call: float
-    text: float
-    device: float = 0.0
-    stage: float = 0.0
+    call: float  # a call of one text on one GPU
+    text: float  # each further text
+    device: float = 0.0  # each further GPU of a group; 0 if it was not measured
+    stage: float = 0.0  # each further stage of one GPU; 0 if it was not measured
 
     def seconds(self, texts: int, tensor: int, stages: int) -> float:
         """Time of a call of `texts` texts for stages of `tensor` GPUs each."""
@@ -186,26 +145,14 @@ class HostTime:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured times of some layers of a model on one device over those that their parts are expected to take.
+    """Measured times of some layers of a model on one device over those that their parts are expected to take."""
 
-    Attributes
-    ----------
-    decode : mapping from int to float
-        Number of texts of a call -> ratio of decode steps with few cached tokens.
-    cached : float
-        Ratio of the time that more cached tokens add to a decode step.
-    prefill : float
-        Ratio of prefills.
-    host : HostTime or None
-        Time of the host, which a step takes at least; None if devices compute during its calls.
-    products : float
-        Ratio of products, as far as prefills show it; the other ratios are those of times that follow from it.
-    """
-
-    decode: Mapping[int, float]
-    cached: float
-    prefill: float
+    decode: Mapping[int, float]  # number of texts of a call -> ratio of decode steps with few cached tokens
+    cached: float  # ratio of the time that more cached tokens add to a decode step
+    prefill: float  # ratio of prefills
+    # Time of the host, which a step takes at least; None if devices compute during its calls.
     host: HostTime | None = None
+    # Ratio of products, as far as prefills show it; the other ratios are those of times that follow from it.
     products: float = 1.0
 
     def decode_ratio(self, texts: int) -> float:
@@ -220,61 +167,30 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Values that cross between devices in a step of a replica.
+    """Values that cross between devices in a step of a replica."""
 
-    Attributes
-    ----------
-    kind : str
-        Such as "all-reduce".
-    count : int
-    bytes : int
-        Size of one, to each other device.
-    seconds : float
-        Time of all of them.
-    """
-
-    kind: str
+    kind: str  # such as "all-reduce"
     count: int
-    bytes: int
-    seconds: float
+    bytes: int  # size of one, to each other device
+    seconds: float  # time of all of them
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A way to use all devices, and its expected speed.
+    """A way to use all devices, and its expected speed."""
 
-    Attributes
-    ----------
-    tensor, stages, replicas : int
-        Devices of a group, groups of a pipeline, and pipelines.
-    texts : int
-        Texts that are generated at the same time, by all replicas together.
-    token_seconds : float
-        Time between two tokens of a text.
-    tokens_per_second : float
-        Rate of all texts together.
-    prefill_seconds : float
-        Time of a prompt of `prompt` tokens.
-    prompt : int
-    device_bytes : int
-        Largest memory of a device: weights, cache, activations, context and code.
-    busy : float
-        Fraction of the time that a stage works, on average.
-    exchanges : tuple of Exchange
-        Those of a decode step of a replica.
-    """
-
+    # tensor, stages, replicas: devices of a group, groups of a pipeline, and pipelines.
     tensor: int
     stages: int
     replicas: int
-    texts: int
-    token_seconds: float
-    tokens_per_second: float
-    prefill_seconds: float
+    texts: int  # texts that are generated at the same time, by all replicas together
+    token_seconds: float  # time between two tokens of a text
+    tokens_per_second: float  # rate of all texts together
+    prefill_seconds: float  # time of a prompt of `prompt` tokens
     prompt: int
-    device_bytes: int
-    busy: float
-    exchanges: tuple[Exchange, ...]
+    device_bytes: int  # largest memory of a device: weights, cache, activations, context and code
+    busy: float  # fraction of the time that a stage works, on average
+    exchanges: tuple[Exchange, ...]  # those of a decode step of a replica
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON data."""
@@ -284,41 +200,21 @@ class Arrangement:
 def arrangements(
     file: GgufFile,
     model: Hyperparameters,
+    # For its context and chunks; replicas have as many sequences as texts, and decode as many rows as their stages have
+    # at a time.
     cache: PagedCache,
-    vdevice: tvm.relax.VDevice,
-    costs: CostModel,
+    vdevice: tvm.relax.VDevice,  # a device of the fleet
+    costs: CostModel,  # cost model of that device alone
     fleet: Fleet,
-    texts: int,
-    limit: int | None = None,
-    calibration: Calibration | None = None,
+    texts: int,  # texts that are generated at the same time
+    limit: int | None = None,  # maximum bytes of a device
+    calibration: Calibration | None = None,  # measurements of the device with the model
+    # Layer -> counts of its experts (`place_experts.read_expert_counts`); by default all are equally frequent.
     expert_counts: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Arrangement]:
     """All arrangements of a model on a fleet that fit, the one with the most tokens per second first.
 
-    Parameters
-    ----------
-    file, model : GgufFile, Hyperparameters
-    cache : PagedCache
-        For its context and chunks; replicas have as many sequences as texts, and decode as many rows as their stages
-        have at a time.
-    vdevice : VDevice
-        A device of the fleet.
-    costs : CostModel
-        Cost model of that device alone.
-    fleet : Fleet
-    texts : int
-        Texts that are generated at the same time.
-    limit : int, optional
-        Maximum bytes of a device.
-    calibration : Calibration, optional
-        Measurements of the device with the model.
-    expert_counts : mapping from int to sequence of float, optional
-        Layer -> counts of its experts (`place_experts.read_expert_counts`); by default all are equally frequent.
-
-    Raises
-    ------
-    PlacementError
-        If the model fits in no arrangement.
+    Raises PlacementError if the model fits in no arrangement.
     """
     fitting, least = [], math.inf
     for tensor, stages, replicas in group_shapes(model, fleet):

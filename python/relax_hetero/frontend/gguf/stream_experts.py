@@ -30,8 +30,7 @@ from .hyperparameters import Hyperparameters
 from .part_costs import first_streamed_rows
 from .place_layers import ModelParts, layouts_of
 
-STREAMED = ".streamed"
-"""End of the names of variables."""
+STREAMED = ".streamed"  # end of the names of variables
 
 _log = logging.getLogger("relax_hetero")
 

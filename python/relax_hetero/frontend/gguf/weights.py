@@ -16,8 +16,7 @@ from ...vm.device.tensors import share_or_copy
 from .file import FileTensor, GgufFile
 from .hyperparameters import Hyperparameters
 
-_MAX_LISTED = 5
-"""Maximum number of tensors that an error lists."""
+_MAX_LISTED = 5  # maximum number of tensors that an error lists
 
 
 class Weights:
@@ -282,8 +281,7 @@ def is_plain(type_name: str) -> bool:
     return form is not None and form.is_plain
 
 
-_HALF_FORMATS = {"float16": "f16", "bfloat16": "bf16"}
-"""Block formats of 16-bit floats."""
+_HALF_FORMATS = {"float16": "f16", "bfloat16": "bf16"}  # block formats of 16-bit floats
 
 
 def is_unquantized(tensor: FileTensor) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import FrontendError
 from ..gguf.architectures import ARCHITECTURES
-from ..gguf.hyperparameters import MAX_LAYERS
+from ..gguf.hyperparameters import MAX_LAYERS, yarn_magnitude
 from .classes import CLASSES, TEXT_CLASSES
 from .stored_tensors import read_json
 
@@ -113,8 +113,7 @@ _REQUIRED: dict[str, Any] = {
 _ROPE_KINDS = ("default", "proportional", "linear", "yarn", "llama3", "longrope", "su", "dynamic", "mrope")
 _GATING_FUNCTIONS = {"softmax": 1, "sigmoid": 2}
 _MAX_NUMBER = 1e30
-_UNROTATED = 1e30
-"""Divisor of the frequencies of elements that are not rotated, as in GGUF files."""
+_UNROTATED = 1e30  # divisor of the frequencies of elements that are not rotated, as in GGUF files
 _MAX_HEAD_SIZE = 1 << 16
 
 
@@ -434,13 +433,9 @@ def _yarn_fields(config: HubConfig, values: Mapping[str, Any]) -> dict[str, Any]
         return fields | {"rope.scaling.yarn_log_multiplier": all_dim / 10}
     if all_dim and dim == all_dim:
         return fields | {"rope.scaling.yarn_log_multiplier": all_dim}
-    default = _magnitude(factor, 1.0)
-    stated = _magnitude(factor, dim) / _magnitude(factor, all_dim) if dim and all_dim else default
+    default = yarn_magnitude(factor, 1.0)
+    stated = yarn_magnitude(factor, dim) / yarn_magnitude(factor, all_dim) if dim and all_dim else default
     return fields | {"rope.scaling.yarn_attn_factor": config.number(values, "attention_factor", stated) / default}
-
-
-def _magnitude(factor: float, multiplier: float) -> float:
-    return 1.0 + 0.1 * multiplier * math.log(factor) if factor > 1 else 1.0
 
 
 def _longrope_fields(config: HubConfig, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,10 +47,7 @@ def as_float32(tensor: FileTensor, offset: float = 0.0, shape: Sequence[int] | N
     if tensor.type not in _PLAIN_TYPES:
         raise FrontendError(f"tensor {tensor.name!r} is of type {tensor.type}, expected unquantized numbers")
 
-    def read() -> np.ndarray:
-        return (floats(tensor) + np.float32(offset)).reshape(extents)
-
-    return lazy(tensor.name, extents, "F32", read)
+    return lazy(tensor.name, extents, "F32", lambda: (floats(tensor) + np.float32(offset)).reshape(extents))
 
 
 def as_float16(tensor: FileTensor) -> FileTensor:

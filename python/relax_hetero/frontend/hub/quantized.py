@@ -19,16 +19,13 @@ from .config import HubConfig
 from .lazy import lazy
 from .stored_tensors import StoredTensor
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Place in a word of each of eight neighbouring 4-bit integers."""
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of eight neighbouring 4-bit integers
 _FP8 = ("F8_E4M3", "F8_E5M2")
 _FP8_BLOCK = 128
-_GROUPS = (128, 64, 32)
-"""Groups that a scale of a whole row is repeated for: the first that divides the row."""
+_GROUPS = (128, 64, 32)  # groups that a scale of a whole row is repeated for: the first that divides the row
 _FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], "float32")
 
-Module = Mapping[str, StoredTensor]
-"""Tensors of a module by the ends of their names."""
+Module = Mapping[str, StoredTensor]  # tensors of a module by the ends of their names
 
 
 class Quantization:
@@ -57,8 +54,7 @@ class Quantization:
         for part, is_quantized, read in _READERS:
             if part in module and is_quantized(module[part]):
                 reader = _Reader(self, f"{name}.weight", module)
-                matrix = read(reader)
-                return [matrix, *reader.scale]
+                return [read(reader), *reader.scale]
         return []
 
     def count(self, name: str, default: int) -> int:

@@ -21,11 +21,9 @@ from ...artifact.regular_files import open_regular, read_regular
 from ...errors import FrontendError
 from ...target.element_types import numpy_dtype
 
-INDEX = "model.safetensors.index.json"
-"""File that names the file of each tensor, if there are several."""
+INDEX = "model.safetensors.index.json"  # file that names the file of each tensor, if there are several
 _SINGLE = "model.safetensors"
-_MAX_JSON_BYTES = 100_000_000
-"""Maximum length of a header, as in the package safetensors, and of other JSON files."""
+_MAX_JSON_BYTES = 100_000_000  # maximum length of a header, as in the package safetensors, and of other JSON files
 _LENGTH_BYTES = 8
 _MAX_DIMS = 8
 _ELEMENT_TYPES = {

@@ -21,8 +21,7 @@ from .functions import FunctionTable, function_of, function_table
 
 # Converters take ops that an opset deprecates; the checker refuses them with this message.
 _DEPRECATED = re.compile(r"Op registered for (\w+) is deprecated")
-_UNCHECKED = frozenset({"SimplifiedLayerNormalization"})
-"""Ops of the standard domain that only ONNX Runtime defines."""
+_UNCHECKED = frozenset({"SimplifiedLayerNormalization"})  # ops of the standard domain that only ONNX Runtime defines
 _EARLY_OPS = {"LayerNormalization": 17, "MeanVarianceNormalization": 9, "ThresholdedRelu": 10}
 """Ops that ONNX Runtime also has in opsets before the one that defines them."""
 _UNCHECKED_DOMAIN = "relax_hetero.unchecked"
@@ -91,8 +90,7 @@ def check_by_onnx(
 def _import_all(bare: onnx.ModelProto) -> None:
     """Import the domains of all nodes: ONNX Runtime needs no import of its own, and unknown ops are refused later."""
     import_lists = (bare.opset_import, *(function.opset_import for function in bare.functions))
-    lists = _node_lists(bare, "the model")
-    for node in itertools.chain(*lists, *import_lists):
+    for node in itertools.chain(*_node_lists(bare, "the model"), *import_lists):
         node.domain = "" if node.domain in STANDARD_DOMAINS else node.domain
     used = {node.domain for nodes in _node_lists(bare, "the model") for node in nodes}
     for imports in import_lists:

@@ -36,8 +36,7 @@ _LABEL_ATTRIBUTES = {
     "SVMClassifier": "classlabels_ints",
     "TreeEnsembleClassifier": "classlabels_int64s",
 }
-_DEFAULT_STRING = "_Unused"
-"""ONNX's default result for a key that a table lacks."""
+_DEFAULT_STRING = "_Unused"  # ONNX's default result for a key that a table lacks
 
 
 @dataclass(frozen=True)

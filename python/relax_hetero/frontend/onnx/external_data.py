@@ -18,11 +18,9 @@ from ...artifact.regular_files import open_regular
 from ...errors import FrontendError
 from ...system import map_privately
 
-# PATH_MAX of Linux.
-_MAX_LOCATION_CHARACTERS = 4096
+_MAX_LOCATION_CHARACTERS = 4096  # PATH_MAX of Linux
 
-# Maximum number of data extents that are counted in a sparse file.
-_MAX_EXTENTS = 100_000
+_MAX_EXTENTS = 100_000  # maximum number of data extents that are counted in a sparse file
 
 
 def is_external(tensor: onnx.TensorProto) -> bool:

@@ -38,8 +38,7 @@ from .onnx_model import ModelSource, OnnxModel, load_model, opset_in
 from .owned_bindings import OwnedBindings
 from .support import SEQUENCE_OPS, check_supported, find_converter
 
-_FIRST_IR_VERSION = 4
-"""Earlier IR versions required every weight to be an input, too."""
+_FIRST_IR_VERSION = 4  # earlier IR versions required every weight to be an input, too
 
 
 def default_inputs(model: OnnxModel) -> list[str]:

@@ -22,8 +22,7 @@ Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int | str | Seque
 _Dim: TypeAlias = "int | str | None"
 
 _MAX_SIZE = 2**63 - 1
-_MAX_EXPRESSION_CHARACTERS = 256
-"""A longer text is an opaque name."""
+_MAX_EXPRESSION_CHARACTERS = 256  # a longer text is an opaque name
 _MAX_NAME_CHARACTERS = 4096
 _ANY_SIZE = frozenset({"?", "*", "-1", "None"})
 

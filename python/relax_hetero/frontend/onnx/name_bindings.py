@@ -17,8 +17,7 @@ from .control_flow.subgraphs import ImportedLoop
 from .importer import ImportedGraph
 from .node_names import NodeInfo, variable_name
 
-# The vdevice of a node.
-DeviceOf = Callable[[NodeInfo], "tvm.relax.VDevice"]
+DeviceOf = Callable[[NodeInfo], "tvm.relax.VDevice"]  # the vdevice of a node
 
 
 def build_function(

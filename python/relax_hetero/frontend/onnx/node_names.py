@@ -102,8 +102,7 @@ class _Namer:
         own_aliases = tuple(filter(None, (node.name, node.op_type)))
         function = function_of(node, self._functions)
         if function is not None:
-            inner_aliases = (*aliases, name, *own_aliases)
-            inner = {"body": self.graph(function.node, f"{name}/", inner_aliases)}
+            inner = {"body": self.graph(function.node, f"{name}/", (*aliases, name, *own_aliases))}
         else:
             inner = {key: self.graph(graph.node, f"{name}/{key}/", aliases) for key, graph in subgraphs_of(node)}
         return NodeInfo(name, (*own_aliases, *aliases), node.op_type, node.domain, node.overload, inner)

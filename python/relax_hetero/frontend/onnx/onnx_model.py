@@ -135,14 +135,11 @@ def _node_title(node: onnx.NodeProto, index: int) -> str:
     return f"{node.name or f'{node.op_type}_{index}'!r} ({node.op_type})"
 
 
-ModelSource: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
-"""Forms of a model that users may pass."""
+ModelSource: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"  # forms of a model that users may pass
 
-# Identifier of ONNX Runtime's ORT format, at byte 4.
-_ORT_FORMAT = b"ORTM"
+_ORT_FORMAT = b"ORTM"  # identifier of ONNX Runtime's ORT format, at byte 4
 
-# Limit of protobuf.
-_MAX_FILE_BYTES = 2**31
+_MAX_FILE_BYTES = 2**31  # limit of protobuf
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import onnx
 from onnx import helper, shape_inference
@@ -25,8 +26,7 @@ from .node_names import NodeInfo, subgraphs_of, variable_name, walk_nodes
 from .onnx_model import OnnxModel
 from .support import has_converter
 
-# Constants up to this number of elements may hold sizes, axes or pads.
-_MAX_SIZE_ELEMENTS = 1024
+_MAX_SIZE_ELEMENTS = 1024  # constants up to this number of elements may hold sizes, axes or pads
 
 
 def known_types(proto: onnx.ModelProto, inputs: Mapping[str, relax.Var]) -> dict[str, onnx.TypeProto]:
@@ -89,10 +89,7 @@ def _constant_of(node: onnx.NodeProto) -> Iterator[onnx.TensorProto]:
 
 
 def _is_small(tensor: onnx.TensorProto) -> bool:
-    elements = 1
-    for dim in tensor.dims:
-        elements *= dim
-    return elements <= _MAX_SIZE_ELEMENTS and not is_external(tensor)
+    return prod(tensor.dims) <= _MAX_SIZE_ELEMENTS and not is_external(tensor)
 
 
 def _value_info(name: str, tensor: onnx.TensorProto) -> onnx.ValueInfoProto:
@@ -120,8 +117,7 @@ def _shape_of(param: relax.Var | None) -> list[tirx.PrimExpr] | None:
     return list(shape.values) if isinstance(shape, relax.ShapeExpr) else None
 
 
-NO_CONVERTER = "no converter takes this op"
-"""Beginning of the reason for nodes whose op cannot be imported in any form."""
+NO_CONVERTER = "no converter takes this op"  # beginning of the reason for nodes whose op cannot be imported in any form
 
 
 def no_converter(node: NodeInfo) -> str:

@@ -20,8 +20,7 @@ def prelu(node: Node) -> relax.Expr:
     if node.opset < 7 and node.rank(slope) == 1 and rank > 2 and node.shape(slope) != [1]:
         slope = node.per_channel(slope, rank)
     data, slope = stretched(node, [data, slope])
-    is_negative = data < const(0, dtype_of(data))
-    return node.emit(relax.op.where(is_negative, data * slope, data))
+    return node.emit(relax.op.where(data < const(0, dtype_of(data)), data * slope, data))
 
 
 @converts("LeakyRelu")

@@ -14,8 +14,7 @@ from .elementwise import cast
 from .node import Node, as_constant, const, dtype_of, is_float, onnx_dtype
 from .table import MICROSOFT, converts
 
-_INT8_ACCURACY_LEVEL = 4
-"""The `accuracy_level` of MatMulNBits that allows to quantize A to 8 bits."""
+_INT8_ACCURACY_LEVEL = 4  # the `accuracy_level` of MatMulNBits that allows to quantize A to 8 bits
 
 
 @converts("MatMulNBits", domain=MICROSOFT)

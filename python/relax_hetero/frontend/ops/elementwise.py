@@ -140,9 +140,7 @@ def variadic(node: Node) -> relax.Expr:
     result = node.tensor(0)
     for index in range(1, len(node.inputs)):
         result = node.emit(operation(result, node.tensor(index)))
-    if node.op_type != "Mean":
-        return result
-    return node.emit(result / const(len(node.inputs), dtype_of(result)))
+    return result if node.op_type != "Mean" else node.emit(result / const(len(node.inputs), dtype_of(result)))
 
 
 @converts("Div")
@@ -182,8 +180,7 @@ def dropout(node: Node) -> relax.Expr:
         raise node.refusal("is_test=0 asks for training, expected 1")
     training = node.tensor(2) if node.opset >= 12 and node.has(2) else None
     training_value = node.constant(2) if training is not None else np.array(False)
-    shape = node.shape(data)
-    ones = node.filled(shape, True, "bool")
+    ones = node.filled(node.shape(data), True, "bool")
     if training is None or (training_value is not None and not training_value.any()):
         if node.opset < 10:
             ones = cast(node, ones, dtype_of(data))

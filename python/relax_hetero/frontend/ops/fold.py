@@ -19,8 +19,7 @@ from tvm import relax
 from ..import_limits import budget
 from .node import Node, as_constant, const
 
-MAX_ELEMENTS = 1 << 16
-"""Larger inputs or results are not folded: they are weights."""
+MAX_ELEMENTS = 1 << 16  # larger inputs or results are not folded: they are weights
 
 # Ops of shape arithmetic, for which the reference is correct in every opset. For some other ops it is not (softmax
 # before opset 13, LRN, the 1-norm of negative numbers).

@@ -96,8 +96,7 @@ def pad(node: Node) -> relax.Expr:
     if mode not in ("constant", "edge", "reflect", "wrap"):
         raise node.refusal(f"mode is {mode!r}")
     if node.has(3) and node.dims(3) is None:
-        all_pads = pads_of_named_axes(node, len(dims))
-        node = replace(node, inputs=[data, all_pads, *node.inputs[2:3]])
+        node = replace(node, inputs=[data, pads_of_named_axes(node, len(dims)), *node.inputs[2:3]])
     pads = _pads(node, len(dims))
     if pads is None:
         return _pad_at_run_time(node, data, mode)
@@ -214,8 +213,7 @@ def trilu(node: Node) -> relax.Expr:
 
     def element(i: Position, x: te.Tensor, k: te.Tensor) -> tirx.Expr:
         offset = i[-1] - i[-2]
-        is_inside = offset >= k() if is_upper else offset <= k()
-        return tirx.Select(is_inside, x(*i), tirx.const(0, dtype))
+        return tirx.Select(offset >= k() if is_upper else offset <= k(), x(*i), tirx.const(0, dtype))
 
     return node.kernel("trilu", element, data, diagonal)
 

@@ -21,17 +21,10 @@ from ...op.require import MET, as_condition, requirement
 from ...tir.checks import RANGE
 from ..import_limits import budget
 
-Dim: TypeAlias = "int | tirx.Expr"
-"""A dimension: an integer, or an int64 expression over symbolic sizes."""
-
-Position: TypeAlias = "tuple[tirx.Expr, ...]"
-"""Indices of an element in a kernel."""
-
-STANDARD = ""
-"""Domain of standard ops."""
-
-STANDARD_DOMAINS = (STANDARD, "ai.onnx")
-"""Domains of operators whose name means "the ONNX standard"."""
+Dim: TypeAlias = "int | tirx.Expr"  # a dimension: an integer, or an int64 expression over symbolic sizes
+Position: TypeAlias = "tuple[tirx.Expr, ...]"  # indices of an element in a kernel
+STANDARD = ""  # domain of standard ops
+STANDARD_DOMAINS = (STANDARD, "ai.onnx")  # domains of operators whose name means "the ONNX standard"
 
 
 @dataclass
@@ -211,12 +204,8 @@ class Node:
     def require(self, condition: Any, message: str | Callable[[], str]) -> None:
         """Require a condition over sizes, such as ``a == b``; other calls fail with `message`.
 
-        Nothing is emitted if it always holds; a message given as a function is not evaluated then.
-
-        Raises
-        ------
-        FrontendError
-            If it never holds.
+        Nothing is emitted if it always holds; a message given as a function is not evaluated then. Raises FrontendError
+        if it never holds.
         """
         analyzer, condition = tvm.sym.Analyzer(), as_condition(condition)
         if analyzer.can_prove(condition):

@@ -127,8 +127,7 @@ def group_normalization(node: Node) -> relax.Expr:
     vectors = [require_shape(node, node.tensor(i), [length], f"input {i}") for i in (1, 2)]
     if node.opset < 21:
         affine = [node.per_channel(vector, len(dims) + 1) for vector in vectors]
-        scaled = node.emit(normal * affine[0] + affine[1])
-        return node.emit(relax.op.reshape(scaled, dims))
+        return node.emit(relax.op.reshape(node.emit(normal * affine[0] + affine[1]), dims))
     flat = node.emit(relax.op.reshape(normal, dims))
     affine = [node.per_channel(vector, len(dims)) for vector in vectors]
     return node.emit(flat * affine[0] + affine[1])
@@ -168,8 +167,7 @@ def batch_normalization(node: Node) -> relax.Expr:
     mean, centred, variance = _moments(node, widened(node, data), axes)
     inverse = _inverse_deviation(node, variance, node.attribute("epsilon", 1e-5))
     scale, shift = (node.per_channel(widened(node, node.tensor(i)), rank) for i in (1, 2))
-    scaled = node.emit(centred * inverse * scale)
-    outputs = [cast(node, node.emit(scaled + shift), dtype)]
+    outputs = [cast(node, node.emit(node.emit(centred * inverse * scale) + shift), dtype)]
     momentum = node.attribute("momentum", 0.9)
     for index, current in ((3, mean), (4, variance)):
         running = node.tensor(index)
@@ -188,8 +186,7 @@ def _normalize_by_element(node: Node) -> relax.Expr:
     parts = [require_shape(node, node.tensor(i), node.shape(data)[1:], f"input {i}") for i in range(1, 5)]
     scale, shift, mean, variance = (widened(node, part) for part in parts)
     factor = node.emit(_inverse_deviation(node, variance, node.attribute("epsilon", 1e-5)) * scale)
-    centred = node.emit(widened(node, data) - mean)
-    return cast(node, node.emit(centred * factor + shift), dtype_of(data))
+    return cast(node, node.emit(node.emit(widened(node, data) - mean) * factor + shift), dtype_of(data))
 
 
 @converts("MeanVarianceNormalization")
@@ -244,8 +241,7 @@ def local_response_normalization(node: Node) -> relax.Expr:
         part = slice_axes(node, padded, {1: (offset, channels, 1)})
         squares = part if squares is None else node.emit(squares + part)
     alpha = const(node.attribute("alpha", 1e-4) / size, dtype)
-    bias = const(node.attribute("bias", 1.0), dtype)
-    scaled_squares = node.emit(squares * alpha + bias)
+    scaled_squares = node.emit(squares * alpha + const(node.attribute("bias", 1.0), dtype))
     beta = node.attribute("beta", 0.75)
     if beta == 0.75:  # x ** 0.75 as two roots, much cheaper than a power
         root = node.emit(relax.op.sqrt(scaled_squares))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -152,9 +153,7 @@ def _max_pool_with_indices(node: Node, data: relax.Expr, windows: Windows) -> re
 
         def pair(n: tirx.Expr, c: tirx.Expr, *window: tirx.Expr) -> Any:
             indices = windows.indices(window, steps)
-            index = tirx.Cast("int64", n * x.shape[1] + c)
-            for a in range(count):
-                index = index * windows.image[a]
+            index = prod(windows.image[:count], start=tirx.Cast("int64", n * x.shape[1] + c))
             offset = tirx.const(0, "int64")
             for a in reversed(range(count)) if column_major else range(count):
                 offset = offset * windows.image[a] + indices[a]

@@ -10,11 +10,8 @@ from .node import Node
 from .required_sizes import as_expr, require_shape
 from .table import convert_node, converts
 
-PREVIEW = "ai.onnx.preview"
-"""Domain of experimental ops."""
-
-_OLDEST = 15
-"""First opset whose `Shape` has the attributes that the bodies use."""
+PREVIEW = "ai.onnx.preview"  # domain of experimental ops
+_OLDEST = 15  # first opset whose `Shape` has the attributes that the bodies use
 
 
 @converts("FlexAttention", domain=PREVIEW)
@@ -31,8 +28,7 @@ def flex_attention(node: Node) -> relax.Expr:
     if len(dims) != 4 or len(key_dims) != 4:
         raise node.refusal(f"its queries and keys have rank {len(dims)} and {len(key_dims)}, expected 4")
     key = require_shape(node, key, [dims[0], key_dims[1], key_dims[2], dims[3]], "its keys")
-    width = node.shape(value)[-1]
-    require_shape(node, value, [dims[0], key_dims[1], key_dims[2], width], "its values")
+    require_shape(node, value, [dims[0], key_dims[1], key_dims[2], node.shape(value)[-1]], "its values")
     if not isinstance(dims[1], int) or not isinstance(key_dims[1], int) or key_dims[1] < 1 or dims[1] % key_dims[1]:
         raise node.refusal(f"has {dims[1]} heads of queries and {key_dims[1]} of keys, expected a known multiple")
     node.require(as_expr(dims[3]) >= 1, f"its heads have {dims[3]} elements")

@@ -21,8 +21,7 @@ _MULTIPLIER = 0xD256D193
 _KEY_STEP = 0x9E3779B9
 _ROUNDS = 10
 
-Words = tuple[tirx.Expr, tirx.Expr]
-"""Two independent uniform 32-bit integers, in uint64."""
+Words = tuple[tirx.Expr, tirx.Expr]  # two independent uniform 32-bit integers, in uint64
 
 
 def _word(value: tirx.Expr) -> tirx.Expr:
@@ -117,8 +116,7 @@ def bernoulli(node: Node) -> relax.Expr:
     """1 with the probability in the input, else 0."""
     data = cast(node, node.tensor(0), "float64")
     uniform = _random_tensor(node, node.shape(data), _uniform, 1.0, 0.0, "float64")
-    is_one = node.emit(uniform < data)
-    return cast(node, is_one, _type(node, dtype_of(node.tensor(0))))
+    return cast(node, node.emit(uniform < data), _type(node, dtype_of(node.tensor(0))))
 
 
 @converts("Multinomial")

@@ -27,8 +27,7 @@ from .quantization import quantized_and_back
 from .required_sizes import as_expr, renamed, require_equal, require_shape
 from .table import converts
 
-MAX_STEPS = 1024
-"""Longer sequences become a loop."""
+MAX_STEPS = 1024  # longer sequences become a loop
 
 QUANTIZES = "quantizes_operands"
 """Internal attribute: the data and states are quantized to uint8 over their range before each product."""
@@ -135,8 +134,7 @@ def _gru_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[rel
         candidate = layer.add(xh, inner)
     h = layer.activate(1, candidate)
     keep = layer.multiply(z, state)
-    one = const(1, dtype_of(state))
-    return [layer.add(layer.multiply(layer.emit(one - z), h), keep)]
+    return [layer.add(layer.multiply(layer.emit(const(1, dtype_of(state)) - z), h), keep)]
 
 
 def _lstm_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[relax.Expr]:
@@ -401,8 +399,7 @@ def _biases(node: Node, problem: RecurrenceProblem) -> list[relax.Expr]:
     if problem.has_bias:
         last = node.emit(relax.op.strided_slice(recurrent, [2], [gates - 1], [gates]))
         kernel_biases.append(node.emit(relax.op.reshape(last, (directions, hidden))))
-        others = np.arange(gates).reshape(-1, 1) < gates - 1
-        recurrent = node.emit(recurrent * const(others, "float32"))
+        recurrent = node.emit(recurrent * const(np.arange(gates).reshape(-1, 1) < gates - 1, "float32"))
     total = node.emit(own + recurrent)
     return [node.emit(relax.op.reshape(total, (directions * gates * hidden,))), *kernel_biases]
 

@@ -158,8 +158,7 @@ def _log_sum_exp(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) 
         return data
     largest = _extreme(node, data, axes, keepdims=True, largest=True)
     shift = node.emit(relax.op.where(relax.op.isfinite(largest), largest, const(0, dtype_of(data))))
-    exponentials = node.emit(relax.op.exp(data - shift))
-    total = _sum(node, exponentials, axes, keepdims=True)
+    total = _sum(node, node.emit(relax.op.exp(data - shift)), axes, keepdims=True)
     result = node.emit(relax.op.log(total) + shift)
     return result if keepdims else node.emit(relax.op.squeeze(result, axes))
 

@@ -25,8 +25,7 @@ from ..joined_sizes import analyzer_for, known_sizes
 from ..symbolic_sizes import compute_sizes, is_size_where_not_empty, sizes_of
 from .node import Dim, Node, Position, as_dim, const
 
-MAX_ELEMENTS = 2**47
-"""Address space of a 64-bit process, in bytes."""
+MAX_ELEMENTS = 2**47  # address space of a 64-bit process, in bytes
 
 
 def as_expr(size: Any) -> tirx.Expr:

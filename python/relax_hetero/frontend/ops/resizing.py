@@ -33,8 +33,7 @@ from .run_time.numbers import dims_of_vector
 from .run_time.run_time_resizing import resize_at_run_time, rounded_to
 from .table import convert_by_stock, converts
 
-_MAX_UNROLLED_TAPS = 16
-"""Sums of up to this number of taps are unrolled: bilinear has 4, bicubic 16."""
+_MAX_UNROLLED_TAPS = 16  # sums of up to this number of taps are unrolled: bilinear has 4, bicubic 16
 
 
 def form_of(node: Node, mode: str, transformation: str, has_scales: bool = False) -> ResizeForm:

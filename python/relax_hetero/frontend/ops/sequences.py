@@ -77,8 +77,7 @@ def _computed_position(node: Node, index: int, low: int, high: int) -> relax.Exp
     """
     if low > high:
         raise node.refusal("takes a tensor of an empty sequence")
-    operand = node.tensor(index)
-    position = node.emit(relax.op.astype(node.emit(relax.op.reshape(operand, ())), "int64"))
+    position = node.emit(relax.op.astype(node.emit(relax.op.reshape(node.tensor(index), ())), "int64"))
     # An index into a table of all valid positions; invalid ones are out of range.
     count = high - low + 1
     shifted = node.emit(position - const(low, "int64"))

@@ -49,9 +49,7 @@ def shape(node: Node) -> relax.Expr:
             return _shape_at_run_time(node, value)
     dims: list[Dim] = [len(value.values)] if isinstance(value, relax.ShapeExpr) else node.shape(value)
     dims = dims[slice(node.attribute("start", 0), node.attribute("end", None))]
-    if all(isinstance(dim, int) for dim in dims):
-        return const(dims, "int64")
-    return relax.ShapeExpr(dims)
+    return const(dims, "int64") if all(isinstance(dim, int) for dim in dims) else relax.ShapeExpr(dims)
 
 
 def _shape_at_run_time(node: Node, value: relax.Expr) -> relax.Expr:
@@ -174,8 +172,7 @@ def _target_at_run_time(node: Node, data: relax.Expr) -> list[tirx.Expr]:
             message = "its target leaves the size of -1 open: another size is 0"
             node.require(any_of([tirx.NE(dim, as_expr(-1)), tirx.all(*are_nonzero)]), message)
     if data.ty.shape is not None:
-        dims = node.shape(data)
-        _require_product(node, result_dims, dims)
+        _require_product(node, result_dims, node.shape(data))
     return [_static_or_computed(number, size) for number, size in zip(target_dims, result_dims, strict=True)]
 
 
@@ -294,8 +291,7 @@ def constant_of_shape(node: Node) -> relax.Expr:
         dims = list(dims_at_run_time(node, node.tensor(0), "filled_dim"))
         for dim in dims:
             node.require(as_expr(dim) >= 0, f"has a size of {dim}")
-    scalar = const(value.reshape(()))
-    return relax.op.broadcast_to(scalar, relax.ShapeExpr(dims))
+    return relax.op.broadcast_to(const(value.reshape(())), relax.ShapeExpr(dims))
 
 
 @converts("Squeeze")
@@ -431,8 +427,7 @@ def _real_length(start: tirx.Expr, limit: tirx.Expr, delta: tirx.Expr) -> tirx.E
     quotient = (limit - start).astype("float64") / delta.astype("float64")
     is_finite = tirx.all(quotient >= -tirx.const(1e300, "float64"), quotient <= tirx.const(1e300, "float64"))
     clamped = tirx.Select(is_finite, tirx.max(tirx.min(quotient, max_length), zero), zero)
-    count = tirx.Cast("int64", tirx.ceil(clamped))
-    length = tirx.Select(is_finite, count, as_expr(_NOT_FINITE))
+    length = tirx.Select(is_finite, tirx.Cast("int64", tirx.ceil(clamped)), as_expr(_NOT_FINITE))
     return tirx.Select(delta == tirx.const(0, str(delta.ty)), as_expr(_NO_STEP), length)
 
 

@@ -24,11 +24,8 @@ Convert = Callable[[Node], Any]
 OpKey: TypeAlias = "tuple[str, str]"
 """(domain, op type)."""
 
-CLASSICAL = "ai.onnx.ml"
-"""Domain of classical machine learning."""
-
-MICROSOFT = "com.microsoft"
-"""Domain of ONNX Runtime's ops."""
+CLASSICAL = "ai.onnx.ml"  # domain of classical machine learning
+MICROSOFT = "com.microsoft"  # domain of ONNX Runtime's ops
 
 _CONVERTERS: dict[OpKey, Convert] = {}
 # Stock TVM's table mixes ops of ONNX Runtime's domain in, which ONNX does not define.
@@ -40,8 +37,7 @@ _BROADCASTING = frozenset(
 """Op types whose inputs all broadcast."""
 _BROADCAST_BY_AXIS = frozenset("Add And Div Equal Greater Less Mul Or Pow Sub Xor".split())
 """Op types that had an attribute `axis` for broadcasting."""
-_FIRST_BROADCASTING_OPSET = 7
-"""First opset with numpy's broadcasting."""
+_FIRST_BROADCASTING_OPSET = 7  # first opset with numpy's broadcasting
 _SIZE_OPS = frozenset(
     "AffineGrid CenterCropPad Col2Im ConstantOfShape Expand Pad ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp "
     "ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Reshape Resize Slice Squeeze Tile Unsqueeze "

@@ -147,8 +147,7 @@ def _product(node: TorchNode, a: Any, b: Any, times: Callable[..., Any]) -> Comp
         operands = (lambda part: (factor, part)) if _is_complex_operand(b) else (lambda part: (part, factor))
         return Complex(*(node.emit(times(*operands(part))) for part in pair))
     (a, b), (c, d) = _pair(node, a), _pair(node, b)
-    real = node.emit(times(a, c) - times(b, d))
-    return Complex(real, node.emit(times(a, d) + times(b, c)))
+    return Complex(node.emit(times(a, c) - times(b, d)), node.emit(times(a, d) + times(b, c)))
 
 
 @_rule("mul")
@@ -215,8 +214,7 @@ def _angle(node: TorchNode, x: Complex) -> relax.Expr:
 
 @_rule("exp")
 def _exp(node: TorchNode, x: Complex) -> Complex:
-    scale = node.emit(relax.op.exp(x.real))
-    return _polar(node, scale, x.imaginary)
+    return _polar(node, node.emit(relax.op.exp(x.real)), x.imaginary)
 
 
 @_rule("polar")
@@ -303,8 +301,7 @@ def _fft(node: TorchNode, x: Any, axes: list[int], mode: int, option: Any) -> An
     is_inverse = kind == "_fft_c2r" or (kind == "_fft_c2c" and not option)
     if kind == "_fft_r2c":
         x = _transform_axis(node, x, axes[-1], sizes[-1], onesided=int(bool(option)))
-    axes_left = axes if kind == "_fft_c2c" else axes[:-1]
-    for axis, size in zip(axes_left, sizes, strict=False):
+    for axis, size in zip(axes if kind == "_fft_c2c" else axes[:-1], sizes, strict=False):
         x = _transform_axis(node, x, axis, size, inverse=int(is_inverse))
     if kind == "_fft_c2r":
         x = _transform_axis(node, x, axes[-1], sizes[-1], inverse=1, onesided=1)

@@ -14,8 +14,7 @@ from ...op.require import as_condition
 from ...tir.core.builder import int64
 from ..joined_sizes import simplified
 
-# Larger than any size; torch uses its own infinity for a missing bound.
-_UNBOUNDED = 2**48
+_UNBOUNDED = 2**48  # larger than any size; torch uses its own infinity for a missing bound
 
 
 class Sizes:

@@ -20,8 +20,7 @@ _KINDS = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_MAX_CHARACTERS = 2000
-"""Maximum length of a message, which may quote the request."""
+_MAX_CHARACTERS = 2000  # maximum length of a message, which may quote the request
 
 
 class ApiError(Exception):

@@ -29,6 +29,7 @@ from ...errors import HeteroError
 from ..call_formats import format_named
 from ..chat_template import ChatTemplate
 from ..description import context_warning
+from ..encoder import Encoder
 from ..engine import CONTEXT_LENGTH_EXCEEDED, Engine
 from ..params import SamplingParams
 from ..request import Request
@@ -37,7 +38,7 @@ from ..special_tokens import begin_and_end, control_tokens
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .chat_messages import render_chat
-from .embeddings import EmbeddingBody, EncoderProtocol, embed
+from .embeddings import EmbeddingBody, embed
 from .guard import Guard
 from .limits import Limits
 from .responses import ChatResponses, Choices, CompletionResponses, ResponseFormat, wait_for_disconnect
@@ -45,8 +46,7 @@ from .tools import AnswerFormats
 
 _T = TypeVar("_T")
 LOG = logging.getLogger(__name__)
-GRACE_SECONDS = 10.0
-"""Time after the time limit of a stream in which its client may read the rest."""
+GRACE_SECONDS = 10.0  # time after the time limit of a stream in which its client may read the rest
 
 
 async def complete_answer(choices: Choices, response_format: ResponseFormat, http: HttpRequest) -> Response:
@@ -290,7 +290,7 @@ def make_app(
     # Chat template; without one, or if it has a `fault`, ``/v1/chat/completions`` answers with an error.
     template: ChatTemplate | None = None,
     # Model of ``/v1/embeddings``, such as an `Encoder`; without one, it answers with an error.
-    encoder: EncoderProtocol | None = None,
+    encoder: Encoder | None = None,
 ) -> ASGIApp:
     """Make the application, for any ASGI server."""
     server = _Server(engine, settings, template, encoder)
@@ -320,7 +320,7 @@ def make_app(
 
 class _Server:
     def __init__(
-        self, engine: Engine | None, settings: Settings, template: ChatTemplate | None, encoder: EncoderProtocol | None
+        self, engine: Engine | None, settings: Settings, template: ChatTemplate | None, encoder: Encoder | None
     ) -> None:
         if engine is not None:
             self._tokenizer, model = engine.tokenizer, engine.model

@@ -4,44 +4,17 @@ from __future__ import annotations
 
 import base64
 import threading
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..model import TokenizerProtocol
+from ..encoder import Encoder
 from .api_errors import ApiError
 from .fields import NEUTRAL_VALUES, refuse_unsupported_fields
 
 _Tokens = Annotated[list[int], Field(min_length=1)]
 _MAX_INPUTS = 2048
-
-
-class EncoderProtocol(Protocol):
-    """An encoder as the server uses it, one call at a time.
-
-    Attributes
-    ----------
-    tokenizer : TokenizerProtocol
-        Tokenizer of the model.
-    lengths : sequence of int
-        Maximum numbers of tokens of texts, ascending.
-    vocabulary : int
-        Number of tokens of the model.
-    """
-
-    @property
-    def tokenizer(self) -> TokenizerProtocol: ...  # noqa: D102
-
-    @property
-    def lengths(self) -> Sequence[int]: ...  # noqa: D102
-
-    @property
-    def vocabulary(self) -> int: ...  # noqa: D102
-
-    def embed_tokens(self, tokens: Sequence[int]) -> np.ndarray:
-        """Embedding of a text, (embedding_size,) of any length."""
 
 
 class EmbeddingBody(BaseModel):
@@ -68,7 +41,7 @@ class EmbeddingBody(BaseModel):
 
 
 def embed(
-    encoder: EncoderProtocol,
+    encoder: Encoder,
     body: EmbeddingBody,
     model: str,  # name of the model in the answer
     is_over: threading.Event,  # set when nobody waits for the answer any more

@@ -102,8 +102,7 @@ NEUTRAL_VALUES = _rows(
     ("skip_special_tokens detokenize", (True,)),
 )
 
-NEUTRAL_STREAM_VALUES = _rows(("continuous_usage_stats", (False,)))
-"""Fields of ``stream_options``."""
+NEUTRAL_STREAM_VALUES = _rows(("continuous_usage_stats", (False,)))  # fields of ``stream_options``
 
 NEUTRAL_MESSAGE_VALUES = _rows(
     ("name function_call audio", ("",)), ("tool_calls images videos", ([],)), ("prefix partial continue", (False,))

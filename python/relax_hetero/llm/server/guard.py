@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .api_errors import ApiError, api_error
 
 LOG = logging.getLogger(__name__)
-_OPEN_PATHS = ("/health", "/metrics")
-"""Paths that need no key."""
+_OPEN_PATHS = ("/health", "/metrics")  # paths that need no key
 
 
 class Guard:

@@ -60,12 +60,7 @@ class Choices:
     async def stream(self) -> AsyncIterator[ChoiceDelta]:
         """Iterate over the growth of all choices, in order of time.
 
-        Raises
-        ------
-        HeteroError
-            If a request ends with an error.
-        ApiError
-            If the time limit is exceeded.
+        Raises HeteroError if a request ends with an error. Raises ApiError if the time limit is exceeded.
         """
         if len(self.requests) == 1:
             async for delta in self.requests[0]:

@@ -18,16 +18,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ...errors import HeteroError
 from ...system import open_files_limit
 from ..chat_template import ChatTemplate
+from ..encoder import Encoder
 from ..engine import Engine
 from .api_errors import ApiError
 from .app import Settings, make_app
-from .embeddings import EncoderProtocol
 from .limits import Limits
 
-_OTHER_FILES = 128
-"""Open files of the process besides connections."""
-GRACE_SECONDS = 10
-"""Time that answers get to end when the server stops."""
+_OTHER_FILES = 128  # open files of the process besides connections
+GRACE_SECONDS = 10  # time that answers get to end when the server stops
 
 
 class Connections:
@@ -192,7 +190,7 @@ def make_server(
     host: str = "127.0.0.1",
     port: int = 8000,
     log_level: str = "info",
-    encoder: EncoderProtocol | None = None,
+    encoder: Encoder | None = None,
 ) -> uvicorn.Server:
     """Make a server; its ``run`` listens, and setting ``should_exit`` stops it from another thread."""
     config = uvicorn.Config(
@@ -219,7 +217,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     on_ready: Callable[[str], None] | None = None,  # called with the URL once the server listens
-    encoder: EncoderProtocol | None = None,  # model of ``/v1/embeddings``
+    encoder: Encoder | None = None,  # model of ``/v1/embeddings``
 ) -> None:
     """Serve until Ctrl-C or SIGTERM. Raises HeteroError if it cannot listen on the address."""
     with _listen(host, port) as listener:

@@ -40,39 +40,30 @@ from ..math.casts import cast
 # Keys of a block: their scores with a tile of 8 queries take a third of the L1 cache, keys and values of width 64
 # together a quarter of the L2 cache.
 BLOCK_KEYS = 512
-# Queries of a block: packing a block of keys for them costs 1 % of their computation.
-BLOCK_QUERIES = 256
+BLOCK_QUERIES = 256  # queries of a block: packing a block of keys for them costs 1 % of their computation
 # Maximum number of queries for which keys and values are read in place. Measured (AVX-512, 512 keys of width 64):
 # packing them takes two thirds of the time of one query.
 DECODE_QUERIES = 2
-# Keys of a block with AMX: the scores of 32 queries fill the L1 cache.
-AMX_BLOCK_KEYS = 256
+AMX_BLOCK_KEYS = 256  # keys of a block with AMX: the scores of 32 queries fill the L1 cache
 
-# Forms of instructions that multiply pairs of neighbours in memory.
-_PAIRED_FORMS = ("bf16_dot", "f16_sums")
+_PAIRED_FORMS = ("bf16_dot", "f16_sums")  # forms of instructions that multiply pairs of neighbours in memory
 
-Coordinates = Mapping[str, Expr]
-"""A position by the names of iteration dimensions, int64; missing names are at 0."""
+Coordinates = Mapping[str, Expr]  # a position by the names of iteration dimensions, int64; missing names are at 0
 
 
 class HeadsView(View):
-    """A parameter of an attention kernel whose elements are addressed by iteration coordinates; see `View`.
+    """A parameter of an attention kernel whose elements are addressed by iteration coordinates; see `View`."""
 
-    Parameters
-    ----------
-    operand : Operand
-        Operand whose dimensions may each run along several iteration dimensions, outermost first: ``"h*d"``.
-    starts : sequence of int
-        Start in each dimension.
-    sizes : mapping of str to PrimExpr
-        Extents of every iteration dimension.
-    """
-
-    _materialize = staticmethod(materialize)
-    """Function that makes a stride a value that is computed once."""
+    _materialize = staticmethod(materialize)  # function that makes a stride a value that is computed once
 
     def __init__(
-        self, function: Function, name: str, operand: Operand, starts: Sequence[int], sizes: Mapping[str, Expr]
+        self,
+        function: Function,
+        name: str,
+        # Operand whose dimensions may each run along several iteration dimensions, outermost first: ``"h*d"``.
+        operand: Operand,
+        starts: Sequence[int],  # start in each dimension
+        sizes: Mapping[str, Expr],  # extents of every iteration dimension
     ) -> None:
         self._dims = [text.split("*") for text in operand.index_map]
         self._starts, self._sizes = list(starts), sizes
@@ -108,10 +99,7 @@ class HeadsView(View):
 
     def address(self, at: Coordinates) -> Expr:
         """Position of an element in the flat view; coordinates of dimensions it lacks are ignored."""
-        offset: Expr = self._start
-        for name, position in at.items():
-            if name in self._strides:
-                offset = offset + position * self._strides[name]
+        offset = sum((at[name] * self._strides[name] for name in at if name in self._strides), self._start)
         return tirx.const(offset, "int64") if isinstance(offset, int) else offset
 
     def pairs(self) -> Any:
@@ -149,9 +137,7 @@ class HeadsView(View):
 
 
 def _product(left: Expr, right: Expr) -> Expr:
-    if isinstance(left, int) and left == 1:
-        return right
-    return left * right
+    return right if isinstance(left, int) and left == 1 else left * right
 
 
 @dataclass(frozen=True)

@@ -49,12 +49,7 @@ SOFTMAX_ROWS = 4
 class AttentionRows(ABC):
     """Rows and a block of keys, with the arithmetic of scores and of softmax.
 
-    Parameters
-    ----------
-    row, within : PrimExpr
-        First row, and its number in its block of rows.
-    rows : int or PrimExpr
-        Number of rows.
+    `row`, `within`: first row, and its number in its block of rows. `rows`: number of rows.
     """
 
     def __init__(self, spec: AttentionSpec, source: KeyValueSource, row: Expr, within: Expr, rows: Expr) -> None:
@@ -91,18 +86,11 @@ class AttentionRows(ABC):
         product: Expr,
         i: Expr,
         column: Expr,
+        # Masks of keys that exist, and of those among them that the row sees; None: all.
         masks: tuple[Expr | None, Expr | None],
-        loaded: dict[tuple[int, Expr], Expr],
+        loaded: dict[tuple[int, Expr], Expr],  # vectors of operands that were loaded for other rows of these keys
     ) -> Expr:
-        """A vector of scores of row i: the expression, and -inf for keys that the row does not see.
-
-        Parameters
-        ----------
-        masks : tuple of (PrimExpr or None)
-            Masks of keys that exist, and of those among them that the row sees; None: all.
-        loaded : dict
-            Vectors of operands that were loaded for other rows of these keys.
-        """
+        """A vector of scores of row i: the expression, and -inf for keys that the row does not see."""
         exists, visible = masks
         spec, source = self.spec, self.source
         values = [source.scaled_scores(product, column)]
@@ -131,19 +119,9 @@ class AttentionRows(ABC):
     def _weigh(self, rows: Sequence[Expr], maxima: Sequence[Expr], vectors: Expr) -> list[Expr]:
         """Replace the rows' scores in scratch by softmax weights, not yet divided by their sum.
 
-        The work on the rows is interleaved, because one row waits for its maximum and its sum.
-
-        Parameters
-        ----------
-        maxima : sequence of PrimExpr
-            The maximum of each lane of each row's scores.
-        vectors : PrimExpr or int
-            Number of vectors of scores.
-
-        Returns
-        -------
-        list of PrimExpr
-            For each row the factor of earlier sums, or, with a single block of keys, the sum of its weights.
+        The work on the rows is interleaved, because one row waits for its maximum and its sum. `maxima`: the maximum of
+        each lane of each row's scores. `vectors`: number of vectors of scores. For each row the factor of earlier sums,
+        or, with a single block of keys, the sum of its weights.
         """
         spec, lanes = self.spec, self.lanes
         row_max = [self._row_max(i, lane_maxima) for i, lane_maxima in zip(rows, maxima, strict=True)]
@@ -183,13 +161,7 @@ class AttentionRows(ABC):
 
 
 class VectorRows(AttentionRows):
-    """Code of a register tile.
-
-    Parameters
-    ----------
-    rows : int
-        Number of rows.
-    """
+    """Code of a register tile. `rows`: number of rows."""
 
     rows: int
 

@@ -44,8 +44,7 @@ class KeyValueSource(ABC):
     size: Expr
     is_first: Expr  # whether the online softmax of rows begins with the block
 
-    is_padded = False
-    """True if panels are read as a whole, keys that no row sees included."""
+    is_padded = False  # True if panels are read as a whole, keys that no row sees included
 
     @abstractmethod
     def pack(self) -> None:
@@ -228,13 +227,8 @@ class DenseKeyValues(KeyValueSource):
         """The products of a query and a vector of keys, which are read in place.
 
         Packing keys for one query would cost more than its scores, which are sums of products along the keys' rows.
-
-        Parameters
-        ----------
-        column : PrimExpr
-            First key of the vector in the block.
-        is_whole : bool
-            Whether all keys of the vector exist; else their numbers are clamped.
+        `column`: first key of the vector in the block. `is_whole`: whether all keys of the vector exist; else their
+        numbers are clamped.
         """
         spec, query, key = self.spec, self.spec.query, self.spec.key
         lanes, width = spec.plan.lanes, spec.sizes["d"]

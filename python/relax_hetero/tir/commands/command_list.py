@@ -134,19 +134,13 @@ def held_in_memory(value: Expr) -> Expr:
 
 
 def host_function(
-    name: str, params: Sequence[Tensor | tirx.Var], calls: Sequence[Call], target: tvm.target.Target
+    name: str,
+    params: Sequence[Tensor | tirx.Var],  # parameters in order; variables are scalars
+    calls: Sequence[Call],  # calls of private PrimFuncs in the same module that return an int32
+    # Target of the kernels. GPU kernels return no status: a launch that fails ends the host function by itself.
+    target: tvm.target.Target,
 ) -> tirx.PrimFunc:
-    """A PrimFunc that makes the calls in order.
-
-    Parameters
-    ----------
-    params : sequence of Tensor or tirx.Var
-        Parameters in order; variables are scalars.
-    calls : sequence of Call
-        Calls of private PrimFuncs in the same module that return an int32.
-    target : tvm.target.Target
-        Target of the kernels. GPU kernels return no status: a launch that fails ends the host function by itself.
-    """
+    """A PrimFunc that makes the calls in order."""
     is_gpu = "gpu" in target.keys
     with Function(name) as function:
         buffers: list[Any] = []

@@ -21,14 +21,12 @@ from ..cuda.core import ptx
 from ..cuda.core.launch import enable_pdl, launch, local
 from .command_list import ADDRESS, ADDRESS_TEXT
 
-WORD = 4
-"""Values are copied in words; the bytes of each are a multiple of it."""
+WORD = 4  # values are copied in words; the bytes of each are a multiple of it
 
 _THREADS = 1024
 _LANES = 16  # words of a vector on CPUs
 
-_SPINS = 1 << 28
-"""Number of times that a CPU reads the flag of a mailbox before it asks whether the GPU works."""
+_SPINS = 1 << 28  # number of times that a CPU reads the flag of a mailbox before it asks whether the GPU works
 
 _AWAIT, _SET = "relax_hetero.await_flag", "relax_hetero.set_flag"
 AWAIT_SLOWLY = "relax_hetero.await_mailbox"
@@ -84,20 +82,14 @@ class Values:
             self.nbytes += -(-size // VALUE_ALIGNMENT) * VALUE_ALIGNMENT
 
 
-def mailbox_kernel(values: Values, is_sender: bool, on_gpu: bool, has_token: bool) -> tirx.PrimFunc:
-    """A kernel of a mailbox, of the values that are sent if there are some, a token if there is one, and results.
-
-    Parameters
-    ----------
-    values : Values
-        Values of the mailbox.
-    is_sender : bool
-        Whether it sends; its result is a token. A receiver's results are the values.
-    on_gpu : bool
-        Whether it is a kernel of a GPU.
-    has_token : bool
-        Whether it takes a token.
-    """
+def mailbox_kernel(
+    values: Values,  # values of the mailbox
+    # Whether it sends; its result is a token. A receiver's results are the values.
+    is_sender: bool,
+    on_gpu: bool,  # whether it is a kernel of a GPU
+    has_token: bool,  # whether it takes a token
+) -> tirx.PrimFunc:
+    """A kernel of a mailbox, of the values that are sent if there are some, a token if there is one, and results."""
     name = "send" if is_sender else "receive"
     with Function(name, registers="local" if on_gpu else "global") as function:
         mailbox = function.argument("mailbox", [tirx.IntImm("int64", DATA)], "uint8")

@@ -33,8 +33,7 @@ from tvm_ffi import structural_map
 from ..core.walks import nodes
 from ..cuda.core.ptx import is_griddepcontrol_wait, is_launch_dependents
 
-MAX_ENTRIES = 4096
-"""Maximum number of entries of a table; the unchecked extent of its buffer."""
+MAX_ENTRIES = 4096  # maximum number of entries of a table; the unchecked extent of its buffer
 
 _TABLE_TYPE = tvm.ir.PointerType(tvm.ir.PrimType("int64"), "global")
 
@@ -62,26 +61,22 @@ def waits_before_use(raw: tirx.PrimFunc, entries: Collection[int]) -> bool:
     def without_rest(sequence: tirx.SeqStmt) -> tirx.Stmt:
         return _in_order(_split_at_wait(sequence)[0]) if sequence.same_as(waiting[0]) else sequence
 
-    return not _variables(structural_map(nest, (tirx.SeqStmt, without_rest))) & _in_table(raw, entries)
+    return not _in_table(raw, entries).intersection(
+        nodes(structural_map(nest, (tirx.SeqStmt, without_rest)), tvm.ir.Var)
+    )
 
 
-def table_kernel(raw: tirx.PrimFunc, entries: Collection[int], after_wait: bool = False) -> tirx.PrimFunc:
+def table_kernel(
+    raw: tirx.PrimFunc,  # result of `raw_kernel.raw_kernel` for which `is_one_launch` holds
+    entries: Collection[int],  # tensor parameters to take from the table
+    # Whether it reads the table, and lets the next launch begin, after it has waited for the launches before it;
+    # `waits_before_use` must hold.
+    after_wait: bool = False,
+) -> tirx.PrimFunc:
     """A raw kernel of one launch that takes some of its tensors from a table.
 
-    Parameters
-    ----------
-    raw : tirx.PrimFunc
-        Result of `raw_kernel.raw_kernel` for which `is_one_launch` holds.
-    entries : collection of int
-        Tensor parameters to take from the table.
-    after_wait : bool
-        Whether it reads the table, and lets the next launch begin, after it has waited for the launches before it;
-        `waits_before_use` must hold.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Kernel whose parameters are the table, then those of `raw` with an int32 entry in place of each such tensor.
+    Returns the kernel whose parameters are the table, then those of `raw` with an int32 entry in place of each such
+    tensor.
     """
     table = tirx.Var("table", _TABLE_TYPE)
     return _with_table(raw, entries, table, [], [table], after_wait)
@@ -90,17 +85,9 @@ def table_kernel(raw: tirx.PrimFunc, entries: Collection[int], after_wait: bool 
 def fetching_kernel(raw: tirx.PrimFunc, entries: Collection[int], fetch: tirx.PrimFunc) -> tirx.PrimFunc:
     """A kernel like that of `table_kernel` that writes the table first, which saves a launch.
 
-    Parameters
-    ----------
-    raw, entries
-        See `table_kernel`; `threads_of_one_block` must give a number for `raw`.
-    fetch : tirx.PrimFunc
-        Kernel of one block of as many threads, with an extent of the same type, whose second parameter is the table.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Kernel whose parameters are those of `fetch`, then those of `raw`.
+    `raw`, `entries`: see `table_kernel`; `threads_of_one_block` must give a number for `raw`. `fetch`: kernel of one
+    block of as many threads, with an extent of the same type, whose second parameter is the table. Returns the kernel
+    whose parameters are those of `fetch`, then those of `raw`.
     """
     nest = nest_of(fetch)
     assert nest is not None, "a kernel of one launch is expected"
@@ -192,7 +179,7 @@ def _in_table(raw: tirx.PrimFunc, entries: Collection[int]) -> set[Any]:
     """The parameters with an entry in the table, and the buffers that a kernel declares of them before its nest."""
     variables: set[Any] = {raw.params[i] for i in entries}
     for declaration in _declared_outside(raw):
-        if _variables(declaration.data) & variables:
+        if not variables.isdisjoint(nodes(declaration.data, tvm.ir.Var)):
             variables.add(declaration.buffer)
     return variables
 
@@ -211,11 +198,6 @@ def _split_at_wait(sequence: tirx.SeqStmt) -> tuple[list[tirx.Stmt], list[tirx.S
 def _in_order(statements: list[tirx.Stmt]) -> tirx.Stmt:
     """The statements in order; TVM refuses a sequence of one."""
     return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
-
-
-def _variables(node: tvm.ir.BaseExpr | tirx.Stmt) -> set[Any]:
-    """The variables and buffers that occur in a node."""
-    return set(nodes(node, tvm.ir.Var))
 
 
 _NO_WORK = (tirx.DeclBuffer, tirx.stmt.Return)

@@ -48,11 +48,9 @@ from .conv_spec import Convolution, split_rows
 # Data are read in place if nothing is padded. Otherwise a task copies the rows of the image that a block of the result
 # needs, with zeros for the padding, once for all output channels and taps.
 
-GROUP_BYTES = 4
-"""Bytes of a group of k0 neighbouring input channels, for every type."""
+GROUP_BYTES = 4  # bytes of a group of k0 neighbouring input channels, for every type
 
-# Steps that fill less of a tile are slower than vectors.
-MIN_STEP_BYTES = 16
+MIN_STEP_BYTES = 16  # steps that fill less of a tile are slower than vectors
 
 # Maximum bytes of a block's copied rows, which stay in the L2 cache. Each block reads the weight again, so that a block
 # has a minimum number of pixels, up to a larger number of bytes.
@@ -131,10 +129,7 @@ class TilePlan:
 def plan_tiles(problem: ConvProblem, instruction: AmxInstruction, parts: int) -> TilePlan | None:
     """The plan of a convolution; None if vectors are better, or tile loads cannot read the operands.
 
-    Parameters
-    ----------
-    parts : int
-        Number of parts of the rows of the result, which the cores share.
+    `parts`: number of parts of the rows of the result, which the cores share.
     """
     extents = _static(problem.result.shape[2:])
     panel_channels = problem.weight.layout.tile(0)
@@ -199,12 +194,8 @@ def _groups(problem: ConvProblem, k0: int) -> int:
 def _plan_steps(problem: ConvProblem, k0: int, may_join: bool, may_share: bool) -> RunSteps:
     """The steps of an innermost row of the window.
 
-    Parameters
-    ----------
-    may_join : bool
-        Whether taps may be contiguous in memory.
-    may_share : bool
-        Whether the last two steps may read the same groups of the weight.
+    `may_join`: whether taps may be contiguous in memory. `may_share`: whether the last two steps may read the same
+    groups of the weight.
     """
     groups, window = _groups(problem, k0), problem.windows[-1]
     separate_steps, joined_steps = even_steps(groups), even_steps(groups * window.size)
@@ -398,12 +389,8 @@ def emit_amx_conv(tiles: AmxConvolution) -> None:
 class _Block:
     """A block of rows of the result, and its data.
 
-    Parameters
-    ----------
-    outer : list of PrimExpr
-        Coordinates of the batch and all but the last two dimensions of the result.
-    first_row : PrimExpr
-        First row of the result, along the last dimension but one.
+    `outer`: coordinates of the batch and all but the last two dimensions of the result. `first_row`: first row of the
+    result, along the last dimension but one.
     """
 
     def __init__(self, task: _Task, group: Expr, outer: list[Expr], first_row: Expr) -> None:
@@ -565,12 +552,7 @@ class _Block:
 class _Pair:
     """Two tiles of pixels, or one, and a chunk of output channels.
 
-    Parameters
-    ----------
-    number : PrimExpr
-        Index of the pair in its block.
-    weight : PrimExpr
-        Offset of the chunk in the weight.
+    `number`: index of the pair in its block. `weight`: offset of the chunk in the weight.
     """
 
     def __init__(self, block: _Block, number: Expr, column: Expr, weight: Expr) -> None:

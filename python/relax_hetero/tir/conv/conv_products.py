@@ -13,8 +13,7 @@ from math import prod
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import ConvProblem, Dim, MatmulProblem, Operand
 
-IMAGE_CHANNELS = 4
-"""Channels of a pixel of an image as GPUs store it; the last may be padding."""
+IMAGE_CHANNELS = 4  # channels of a pixel of an image as GPUs store it; the last may be padding
 
 
 def as_product(problem: ConvProblem) -> MatmulProblem | None:
@@ -41,8 +40,7 @@ def implicit_product(problem: ConvProblem) -> MatmulProblem:
     All operands but the left one are the problem's. With several groups, "n" and operands along it are those of one
     group, and the result and the weight have a batch dimension "g".
     """
-    names = product_names(problem)
-    result = _physical(problem.result, names)
+    result = _physical(problem.result, product_names(problem))
     weight_shape = [_static(size) for size in problem.weight.shape]
     columns = weight_shape[0] // problem.groups
     packed = problem.weight.layout

@@ -13,7 +13,7 @@ from ..core.builder import Expr, Function, Masks, ceil_div, loop, materialize
 from ..core.view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
-from .dynamic_height import taps_at
+from .conv_geometry import taps_at
 
 
 @dataclass(frozen=True)
@@ -127,44 +127,28 @@ def result_position(conv: Convolution, row: ConvRow, place: Expr, column: Expr) 
 def store_pixels(
     conv: Convolution,
     row: ConvRow,
+    # place, column: first pixel along the innermost spatial dimension, and first output channel.
     place: Expr,
     column: Expr,
-    size: tuple[int, int],
-    masks: Masks,
-    value: Callable[[int, int], Expr],
+    size: tuple[int, int],  # pixels and vectors
+    masks: Masks,  # existing lanes of each vector
+    value: Callable[[int, int], Expr],  # function from a pixel and a vector to its accumulator
 ) -> None:
-    """Apply the epilogue to accumulators and write them.
-
-    Parameters
-    ----------
-    place, column : PrimExpr
-        First pixel along the innermost spatial dimension, and first output channel.
-    size : tuple of int
-        Pixels and vectors.
-    masks : sequence of (PrimExpr or None)
-        Existing lanes of each vector.
-    value : callable
-        Function from a pixel and a vector to its accumulator.
-    """
+    """Apply the epilogue to accumulators and write them."""
     for t in range(size[0]):
         for j in range(size[1]):
             at = result_position(conv, row, place + t, column + j * conv.lanes)
             conv.result.store(at, "n", conv.epilogue.result_at(value(t, j), at, masks[j]), conv.lanes, masks[j])
 
 
-SYMBOLIC_EXTENT_GUESS = 64
-"""Guess for a symbolic spatial extent."""
+SYMBOLIC_EXTENT_GUESS = 64  # guess for a symbolic spatial extent
 
 
 def split_rows(conv: Convolution, panels: int, macs: int, max_width: int | None = None) -> Split:
     """Split a convolution into tasks by rows, or by panels of output channels if reading weights dominates.
 
-    Parameters
-    ----------
-    macs : int
-        Multiply-adds of a panel for one pixel of the result.
-    max_width : int, optional
-        Pixels of a tile. The pixels of a result with a single row are then split in place of rows, as `Split.batch`.
+    `macs`: multiply-adds of a panel for one pixel of the result. `max_width`: pixels of a tile. The pixels of a result
+    with a single row are then split in place of rows, as `Split.batch`.
     """
     batch, images = conv.result.extents[0], conv.result.extents[2:]
     *outer, places = map(_extent_or_guess, images)

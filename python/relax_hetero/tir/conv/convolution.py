@@ -47,7 +47,7 @@ from ..microkernel.fp16_partial_sums import Fp16PartialSums, mark_fp16_partial_s
 from ..microkernel.k_step import lhs_group, lhs_groups, llvm_import, rhs_groups, zero
 from ..microkernel.microkernel import VectorTile
 from .amx_conv import amx_convolution, emit_amx_conv
-from .conv_geometry import Segment, Taps
+from .conv_geometry import Segment, Taps, resolve_taps, row_segments
 from .conv_products import as_product
 from .conv_spec import (
     Convolution,
@@ -61,7 +61,6 @@ from .conv_spec import (
 )
 from .conv_winograd import emit_winograd
 from .depthwise_conv import emit_depthwise
-from .dynamic_height import resolve_taps, row_segments
 
 # The micro-kernel of a direct convolution: a register tile of pixels and output channels.
 #
@@ -69,8 +68,7 @@ from .dynamic_height import resolve_taps, row_segments
 # of each output channel of the panel. If the instruction flips the sign bits of the data, a tile starts from the
 # compensation in the weight's layout, for the taps that it reads: padding is not part of any sum.
 
-# Maximum number of steps over the input channels for which the loop is unrolled.
-MAX_UNROLLED_STEPS = 4
+MAX_UNROLLED_STEPS = 4  # maximum number of steps over the input channels for which the loop is unrolled
 
 # Maximum number of fp16 chains of a tile whose sums are converted to float32 only at the end of the tile.
 MAX_FP16_CHAINS = 12
@@ -469,8 +467,7 @@ def _max_pixels(conv: Convolution, vectors: int) -> int:
 
 
 def _make_panel(conv: Convolution, number: Expr, masks: Masks, next_panel: Expr) -> Panel:
-    width = conv.weight.layout.tile(0)
-    column = materialize(number * width)
+    column = materialize(number * conv.weight.layout.tile(0))
     channel: Expr = tirx.const(0, "int64")
     if conv.problem.groups > 1:
         channel = materialize(column // (conv.channels // conv.problem.groups) * conv.depth)
@@ -490,22 +487,10 @@ def _make_panel_prefetch(conv: Convolution, panel: Panel, number: Expr, count: i
 def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """The kernel of a convolution.
 
-    Parameters
-    ----------
-    problem : ConvProblem
-        Data and result row-major or permuted (channels last is fastest), the data perhaps with channels padded to
-        `DotInstruction.k0`; the weight in panels of `conv_columns` output channels,
-        ``[OC/n0, KH, KW, IC/groups/k0, n0, k0]``.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Kernel with the parameters of `ConvProblem`, parallel over the CPU's cores.
-
-    Raises
-    ------
-    EncodingError
-        If no kernel supports these element types, layouts, or symbolic extents (batch and images may be symbolic).
+    `problem`: data and result row-major or permuted (channels last is fastest), the data perhaps with channels padded
+    to `DotInstruction.k0`; the weight in panels of `conv_columns` output channels, ``[OC/n0, KH, KW, IC/groups/k0, n0,
+    k0]``. Returns the kernel with the parameters of `ConvProblem`, parallel over the CPU's cores. Raises EncodingError
+    if no kernel supports these element types, layouts, or symbolic extents (batch and images may be symbolic).
     """
     dot = _check_problem(problem, cpu)
     matmul = as_product(problem)

@@ -27,7 +27,7 @@ from ..core.builder import (
     zeros,
 )
 from ..math.casts import cast
-from .conv_geometry import Segment
+from .conv_geometry import Segment, row_segments, taps_at
 from .conv_spec import (
     Convolution,
     ConvRow,
@@ -37,7 +37,6 @@ from .conv_spec import (
     split_rows,
     store_pixels,
 )
-from .dynamic_height import row_segments, taps_at
 
 # Pixels of a register tile, by the number of registers; data that neighbours share are read once.
 TILE_PIXELS = {32: 8, 16: 4}

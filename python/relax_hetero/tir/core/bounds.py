@@ -10,8 +10,7 @@ from tvm import tirx
 
 from .builder import Expr
 
-BOUNDED = "relax_hetero.bounded"
-"""On a PrimFunc: it accesses only its tensors, whatever numbers it reads."""
+BOUNDED = "relax_hetero.bounded"  # on a PrimFunc: it accesses only its tensors, whatever numbers it reads
 
 
 def clamped(index: Expr, extent: Expr) -> Expr:

@@ -15,14 +15,9 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import Dim
 
-CACHE_LINE_BYTES = 64
-"""Bytes of a cache line, which a prefetch fetches."""
-
-Expr = Any
-"""A PrimExpr, or a number where TVM takes one."""
-
-Masks = Sequence[Expr | None]
-"""The masks of the existing lanes of some vectors; None: all lanes."""
+CACHE_LINE_BYTES = 64  # bytes of a cache line, which a prefetch fetches
+Expr = Any  # a PrimExpr, or a number where TVM takes one
+Masks = Sequence[Expr | None]  # the masks of the existing lanes of some vectors; None: all lanes
 
 
 _register_scope: ContextVar[str] = ContextVar("_register_scope", default="global")
@@ -36,10 +31,7 @@ _stored: ContextVar[set[tirx.Var]] = ContextVar("_stored")
 class Function:
     """A PrimFunc under construction, as a context manager.
 
-    Parameters
-    ----------
-    registers : str
-        Scope of `Registers` and of materialized values: "local" in GPU kernels, one for each thread.
+    `registers`: scope of `Registers` and of materialized values: "local" in GPU kernels, one for each thread.
     """
 
     def __init__(self, name: str, registers: str = "global") -> None:
@@ -216,10 +208,7 @@ def let(value: Expr) -> Expr:
     Only floats are bound. Integers are stored in memory that LLVM promotes to a register, for the reason given in
     `materialize`. (TVM's legalization of bfloat16 also fails on bound integers.)
     """
-    dtype = value.ty.dtype
-    if str(dtype).startswith(("float32", "float64")):
-        return T.bind(value)
-    return stored(value)
+    return T.bind(value) if str(value.ty.dtype).startswith(("float32", "float64")) else stored(value)
 
 
 def stored(value: Expr) -> Expr:

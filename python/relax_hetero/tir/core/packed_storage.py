@@ -17,8 +17,7 @@ from ...target.element_types import bytes_of
 from .builder import Expr, Function, ceil_div, int64, lane_of, plain_extent, vector_type, zeros
 from .view import View, row_major
 
-EMPTY = tirx.const(False, "bool")
-"""The mask of no lanes."""
+EMPTY = tirx.const(False, "bool")  # the mask of no lanes
 
 
 class PackedStorage(View):
@@ -70,10 +69,7 @@ class PackedStorage(View):
         if self.layout.swizzle:
             row, column = map(int64, positions[-2:])
             positions[-1] = self.layout.swizzled_column(row, column, self.nominal)
-        offset: Expr = 0
-        for position, stride in zip(positions, self._strides(), strict=True):
-            offset = offset + position * stride
-        return int64(offset)
+        return int64(sum(position * stride for position, stride in zip(positions, self._strides(), strict=True)))
 
     def bytes(self) -> Expr:
         """Bytes of the parameter, an int for a static shape."""

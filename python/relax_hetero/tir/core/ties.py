@@ -32,11 +32,8 @@ from tvm_ffi import structural_equal, structural_map
 from ...encoding.problem import Operand
 from .walks import nodes, replaced
 
-TIED = "relax_hetero.tied"
-"""On a PrimFunc: pairs of parameters, an operand and the result that may be the same memory."""
-
-Tie = tuple[int, int]
-"""An operand and a result, as numbers of parameters."""
+TIED = "relax_hetero.tied"  # on a PrimFunc: pairs of parameters, an operand and the result that may be the same memory
+Tie = tuple[int, int]  # an operand and a result, as numbers of parameters
 
 
 def with_ties(func: tirx.PrimFunc, ties: Iterable[Tie]) -> tirx.PrimFunc:

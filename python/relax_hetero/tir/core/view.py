@@ -91,8 +91,7 @@ def row_major(extents: Sequence[Expr], product: Callable[[Expr, Expr], Expr]) ->
     return strides[::-1]
 
 
-Coordinates = Mapping[str, Expr]
-"""A position in the iteration space: an int64 expression for each iteration dimension."""
+Coordinates = Mapping[str, Expr]  # a position in the iteration space: an int64 expression for each iteration dimension
 
 
 class OperandView(View):
@@ -181,12 +180,8 @@ class OperandView(View):
     def load(self, at: Coordinates, along: str, lanes: int, mask: Expr | None = None) -> Expr:
         """`lanes` elements from a position along an iteration dimension, broadcast if the operand lacks it.
 
-        Parameters
-        ----------
-        at : Coordinates
-            Coordinates of the first element. The lanes must not leave a tile.
-        mask : PrimExpr, optional
-            Vector of bool: lanes to read; the others are zero.
+        `at`: coordinates of the first element. The lanes must not leave a tile. `mask`: vector of bool: lanes to read;
+        the others are zero.
         """
         if not self.runs_along(along):
             return broadcast(self.data[self.address(at)], lanes)

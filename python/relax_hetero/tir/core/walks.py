@@ -22,8 +22,8 @@ def any_node(root: Any, kind: type | tuple[type, ...], test: Callable[[Any], boo
     return structural_walk(root, (kind, lambda node: VisitInterrupt(node) if test(node) else None)) is not None
 
 
-def binds_threads(root: tirx.Stmt) -> bool:
-    """Return whether a loop in a statement is bound to threads of a GPU."""
+def binds_threads(root: tirx.Stmt | tirx.PrimFunc) -> bool:
+    """Return whether a loop in a statement or a kernel is bound to threads of a GPU."""
     return any_node(root, tirx.For, lambda loop: loop.kind == tirx.ForKind.THREAD_BINDING)
 
 

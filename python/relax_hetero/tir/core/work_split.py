@@ -80,12 +80,8 @@ def part(units: Expr, parts: Expr, number: Expr) -> tuple[Expr, Expr]:
 def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[int, int], k: Expr) -> Split:
     """The split of a product, static where its sizes are.
 
-    Parameters
-    ----------
-    batch, rows, columns : PrimExpr or int
-        Numbers of products, tiles of rows and panels of columns.
-    tile : tuple of int
-        Rows and columns of a tile.
+    `batch`, `rows`, `columns`: numbers of products, tiles of rows and panels of columns. `tile`: rows and columns of a
+    tile.
     """
     sizes = [size for size in (batch, rows, columns, k) if isinstance(size, int)]
     work = prod(sizes) * tile[0] * tile[1] if len(sizes) == 4 else None
@@ -113,18 +109,13 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
     return Split(parts_used[0], parts_used[1], parts_used[2], prod(parts_used))
 
 
-def for_parts(counts: Sequence[Expr], size: Expr, cpu: CpuTarget, body: Callable[[list[Expr]], None]) -> None:
-    """Run `body` with every position of a nest of loops, cut into equal parts for the CPU's cores.
-
-    Parameters
-    ----------
-    counts : sequence of int or PrimExpr
-        Extents of the loops, outermost first.
-    size : int or PrimExpr
-        Bytes that the whole nest touches; little work stays on one core.
-    body : Callable
-        Function of the positions.
-    """
+def for_parts(
+    counts: Sequence[Expr],  # extents of the loops, outermost first
+    size: Expr,  # bytes that the whole nest touches; little work stays on one core
+    cpu: CpuTarget,
+    body: Callable[[list[Expr]], None],  # function of the positions
+) -> None:
+    """Run `body` with every position of a nest of loops, cut into equal parts for the CPU's cores."""
     total: Expr = prod(counts)
     if any(isinstance(count, int) and count == 0 for count in counts):
         return
@@ -173,20 +164,13 @@ def ravel(position: Sequence[Expr], extents: Sequence[Expr]) -> Expr:
 
 def unravel(
     number: Expr,
-    extents: Sequence[Expr],
+    extents: Sequence[Expr],  # the first is not used: the last quotient is the coordinate along it
+    # place, rest: functions that are applied to each coordinate, and to each quotient: `materialize` for values that
+    # are used more than once.
     place: Callable[[Expr], Expr] = lambda value: value,
     rest: Callable[[Expr], Expr] = lambda value: value,
 ) -> list[Expr]:
-    """The position of a number in row-major order.
-
-    Parameters
-    ----------
-    extents : sequence of int or PrimExpr
-        The first is not used: the last quotient is the coordinate along it.
-    place, rest : callable
-        Functions that are applied to each coordinate, and to each quotient: `materialize` for values that are used more
-        than once.
-    """
+    """The position of a number in row-major order."""
     inner: list[Expr] = []
     for extent in reversed(extents[1:]):
         inner.append(place(tirx.floormod(number, extent)))

@@ -23,22 +23,16 @@ from .core.launch import at_least_one
 from .core.storage_position import THREADS, common_lanes, empty_launch, innermost, position_of, run_length
 from .core.vectors import MAX_LANES, VectorRegisters
 
-THREAD_VECTORS = 2
-"""Vectors per thread, if there are enough to occupy the GPU."""
-RESIDENT_THREADS_PER_SM = 2048
-"""Resident threads per multiprocessor."""
+THREAD_VECTORS = 2  # vectors per thread, if there are enough to occupy the GPU
+RESIDENT_THREADS_PER_SM = 2048  # resident threads per multiprocessor
 _ZERO = tirx.const(0, "int64")
 
 
 def elementwise_kernel(problem: ElementwiseProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     """Kernel of an elementwise expression; `ElementwiseProblem` documents its parameters.
 
-    Padding of the result is computed from the operands' padding; consumers of packed results never read it.
-
-    Raises
-    ------
-    EncodingError
-        If an operand is packed in another way than the result, or an op does not exist for its type.
+    Padding of the result is computed from the operands' padding; consumers of packed results never read it. Raises
+    EncodingError if an operand is packed in another way than the result, or an op does not exist for its type.
     """
     function = Function("elementwise", registers="local")
     with function:
@@ -152,8 +146,7 @@ class _Kernel:
 
     def _single(self, index: int, number: Expr) -> Expr:
         """Element of the tail after the last vector; operands have the result's layout or are scalars."""
-        storage = self.operands[index]
-        return storage.data[number if self.alike[index] else _ZERO]
+        return self.operands[index].data[number if self.alike[index] else _ZERO]
 
     def _value(self, values: list[Expr]) -> Expr:
         typed = [storage.typed(value) for storage, value in zip(self.operands, values, strict=True)]

@@ -38,8 +38,7 @@ from .core.storage_position import (
 )
 from .core.vectors import VectorRegisters
 
-TILE_EXTENT = 64
-"""Rows and columns of a tile in shared memory; half of it for elements of 8 bytes."""
+TILE_EXTENT = 64  # rows and columns of a tile in shared memory; half of it for elements of 8 bytes
 MAX_GATHERED_RUN = 8
 """Maximum run length of the destination that is gathered: tiles of so short runs would be mostly empty."""
 
@@ -49,15 +48,8 @@ def relayout_kernel(
 ) -> tirx.PrimFunc:
     """Kernel that converts one layout (or row-major) to another, in one launch.
 
-    Parameters
-    ----------
-    shape : sequence of int or str
-        Logical extents; a symbolic one is a name.
-
-    Raises
-    ------
-    EncodingError
-        If the destination has compensation or transformed windows, which only CPUs compute.
+    `shape`: logical extents; a symbolic one is a name. Raises EncodingError if the destination has compensation or
+    transformed windows, which only CPUs compute.
     """
     if destination.compensation or destination.winograd:
         raise EncodingError(

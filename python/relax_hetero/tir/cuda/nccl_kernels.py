@@ -21,11 +21,8 @@ AFTER_NCCL = "relax_hetero.after_nccl"
 """On a PrimFunc that NCCL's kernels precede: the number of the collective among those of the function, the GPU's rank,
 and the indices of the mesh's devices."""
 
-NCCL_SUM = "relax_hetero.nccl_sum"
-"""On the kernel of each GPU after a sum: JSON of a `RankReduce`."""
-
-EXCHANGE = "relax_hetero.exchange"
-"""On the kernel of each GPU after an exchange: the exchange's `Exchange.description`."""
+NCCL_SUM = "relax_hetero.nccl_sum"  # on the kernel of each GPU after a sum: JSON of a `RankReduce`
+EXCHANGE = "relax_hetero.exchange"  # on the kernel of each GPU after an exchange: the exchange's `Exchange.description`
 
 _THREADS = 512
 _MAX_THREADS = 1024
@@ -106,27 +103,16 @@ __device__ __forceinline__ void rh_token(float* token) { if (blockIdx.x == 0 && 
 """
 )
 
-Form = tuple[Sequence[int], str]
-"""Shape and type of a tensor."""
-
-_TOKEN: Form = ([1], "float32")
-"""Result of a kernel before NCCL's, which orders the kernel after them."""
+Form = tuple[Sequence[int], str]  # shape and type of a tensor
+_TOKEN: Form = ([1], "float32")  # result of a kernel before NCCL's, which orders the kernel after them
 
 
 def stage_kernel(own: RankReduce, after: Form) -> tirx.PrimFunc:
     """Make the kernel that copies a GPU's operand to the memory in which NCCL sums.
 
-    Parameters
-    ----------
-    after : tuple
-        Shape and type of the last kernel's result.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Function of the operand; the addresses of all GPUs' memory, (ranks,) of int64; the last kernel's result, which
-        only orders kernels; the residual, or the GPU's rows of it, if there is one; and a result, (1,) of float32,
-        which orders `finish_kernel` after this one.
+    `after`: shape and type of the last kernel's result. Returns the function of the operand; the addresses of all GPUs'
+    memory, (ranks,) of int64; the last kernel's result, which only orders kernels; the residual, or the GPU's rows of
+    it, if there is one; and a result, (1,) of float32, which orders `finish_kernel` after this one.
     """
     reduce = own.reduce
     function = Function(f"stage_{own.rank}", registers="local")
@@ -147,18 +133,9 @@ def stage_kernel(own: RankReduce, after: Form) -> tirx.PrimFunc:
 def finish_kernel(own: RankReduce, number: int, mesh: Sequence[int]) -> tirx.PrimFunc:
     """Make the kernel after NCCL's sum, which writes the results of `all_reduce_kernel`.
 
-    Parameters
-    ----------
-    number : int
-        Number of the sum among the function's collectives.
-    mesh : sequence of int
-        Indices of the mesh's devices in the manifest.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Function of the addresses of all GPUs' memory, (ranks,) of int64; the result of `stage_kernel`, which only
-        orders kernels; the norm's weight, if there is a norm; the bias of a layer norm; and the results.
+    `number`: number of the sum among the function's collectives. `mesh`: indices of the mesh's devices in the manifest.
+    Returns the function of the addresses of all GPUs' memory, (ranks,) of int64; the result of `stage_kernel`, which
+    only orders kernels; the norm's weight, if there is a norm; the bias of a layer norm; and the results.
     """
     reduce = own.reduce
     norm, row = reduce.norm, reduce.width // 4 if reduce.norm is not None else _THREADS
@@ -226,18 +203,9 @@ class Exchange:
 def send_kernel(exchange: Exchange, rank: int, after: Form) -> tirx.PrimFunc:
     """Make the kernel that copies what a GPU sends to its buffer.
 
-    Parameters
-    ----------
-    rank : int
-        Rank of the GPU.
-    after : tuple
-        Shape and type of the last collective's result.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Function of the tensors; the addresses of all GPUs' buffers, (ranks,) of int64; the last collective's result,
-        which only orders kernels; and a result, (1,) of float32, which orders `receive_kernel` after this one.
+    `rank`: rank of the GPU. `after`: shape and type of the last collective's result. Returns the function of the
+    tensors; the addresses of all GPUs' buffers, (ranks,) of int64; the last collective's result, which only orders
+    kernels; and a result, (1,) of float32, which orders `receive_kernel` after this one.
     """
     pairs = exchange.of(rank, sends=True)
     function = Function(f"send_{rank}", registers="local")
@@ -249,23 +217,16 @@ def send_kernel(exchange: Exchange, rank: int, after: Form) -> tirx.PrimFunc:
     return function.result.with_attrs({"tirx.is_scheduled": True})
 
 
-def receive_kernel(exchange: Exchange, rank: int, number: int, mesh: Sequence[int]) -> tirx.PrimFunc:
+def receive_kernel(
+    exchange: Exchange,
+    rank: int,  # rank of the GPU
+    number: int,  # number of the exchange among the function's collectives
+    mesh: Sequence[int],  # indices of the mesh's devices in the manifest
+) -> tirx.PrimFunc:
     """Make the kernel after NCCL's exchange.
 
-    Parameters
-    ----------
-    rank : int
-        Rank of the GPU.
-    number : int
-        Number of the exchange among the function's collectives.
-    mesh : sequence of int
-        Indices of the mesh's devices in the manifest.
-
-    Returns
-    -------
-    tirx.PrimFunc
-        Function of the addresses of all GPUs' buffers, (ranks,) of int64; the result of `send_kernel`, which only
-        orders kernels; and the received tensors.
+    Returns the function of the addresses of all GPUs' buffers, (ranks,) of int64; the result of `send_kernel`, which
+    only orders kernels; and the received tensors.
     """
     pairs = exchange.of(rank, sends=False)
     function = Function(f"receive_{rank}", registers="local")

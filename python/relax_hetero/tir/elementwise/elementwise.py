@@ -29,10 +29,7 @@ from .expression_code import emit
 class ElementwiseStorages:
     """Parameters of an elementwise kernel on any device, in order: operands, then the result.
 
-    Raises
-    ------
-    EncodingError
-        If the layout of a packed operand differs from the result's.
+    Raises EncodingError if the layout of a packed operand differs from the result's.
     """
 
     def __init__(self, function: Function, problem: ElementwiseProblem) -> None:
@@ -66,17 +63,9 @@ class ElementwiseStorages:
 def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     """A kernel of an elementwise expression on packed or row-major storage.
 
-    The result's padding is the expression of the operands' padding; consumers never read it.
-
-    Parameters
-    ----------
-    problem : ElementwiseProblem
-        Operands with the result's layout are read tile by tile; row-major ones are broadcast against it.
-
-    Raises
-    ------
-    EncodingError
-        If the layout of a packed operand differs from the result's; see also `emit`.
+    The result's padding is the expression of the operands' padding; consumers never read it. `problem`: operands with
+    the result's layout are read tile by tile; row-major ones are broadcast against it. Raises EncodingError if the
+    layout of a packed operand differs from the result's; see also `emit`.
     """
     with Function("elementwise") as function:
         storages = ElementwiseStorages(function, problem)

@@ -172,18 +172,14 @@ class EpilogueCode:
         views = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
         return EpilogueCode(epilogue.expression if epilogue else Expression.operand(0), views, acc_dtype, dtype, lanes)
 
-    def prefetch(self, along: str, size: tuple[int, int], at: Callable[[OperandView, int, int], Coordinates]) -> None:
-        """Prefetch the operands of a tile, so that they have arrived when the sums are complete.
-
-        Parameters
-        ----------
-        along : str
-            The tile's iteration dimension besides "n".
-        size : tuple of int
-            The tile's extent along it, and its number of vectors.
-        at : callable
-            Function of an operand, an index along that dimension and a vector that returns coordinates.
-        """
+    def prefetch(
+        self,
+        along: str,  # the tile's iteration dimension besides "n"
+        size: tuple[int, int],  # the tile's extent along it, and its number of vectors
+        # Function of an operand, an index along that dimension and a vector that returns coordinates.
+        at: Callable[[OperandView, int, int], Coordinates],
+    ) -> None:
+        """Prefetch the operands of a tile, so that they have arrived when the sums are complete."""
         for view in self.views:
             if self.lanes > 1 and view.runs_along(along) and view.runs_along("n"):
                 for i in range(size[0]):

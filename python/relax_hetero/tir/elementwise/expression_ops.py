@@ -99,10 +99,7 @@ QUANTIZE = "quantize"
 def with_quantize(expression: Expression, dtypes: Sequence[str]) -> Expression:
     """The expression with `QUANTIZE` in place of the ops that end a requantization.
 
-    Parameters
-    ----------
-    dtypes : sequence of str
-        Element types of the operands.
+    `dtypes`: element types of the operands.
     """
     if not any(term.op == "round" for term in expression.terms()):
         return expression

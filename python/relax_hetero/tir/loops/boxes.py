@@ -36,8 +36,7 @@ from ..core.walks import nodes, replaced
 from .nests import Nest
 from .stages import Axis, variables
 
-# More boxes cost more to compile than they save; code of reductions is larger.
-_MAX_BOXES, _MAX_REDUCTION_BOXES = 40, 9
+_MAX_BOXES, _MAX_REDUCTION_BOXES = 40, 9  # more boxes cost more to compile than they save; code of reductions is larger
 
 _MAX_BORDER_ROWS = 2
 
@@ -172,8 +171,7 @@ def _atoms(condition: Any) -> Iterable[Any]:
 
 def _breakpoints(atom: Expr, axes: Sequence[Axis], reduced: Sequence[Axis]) -> list[tuple[int, int]]:
     """Positions (axis, index) where a comparison may change for some value of the reduced axes."""
-    all_axes = [*axes, *reduced]
-    terms = detect_linear_equation(atom.a - atom.b, [axis.var for axis in all_axes])
+    terms = detect_linear_equation(atom.a - atom.b, [axis.var for axis in [*axes, *reduced]])
     if not terms or not all(isinstance(term, tirx.IntImm) for term in terms):
         return []
     numbers = [int(term) for term in terms]

@@ -76,12 +76,8 @@ def is_step(step: Expr | None, number: int) -> bool:
 def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tirx.Buffer], tirx.Buffer]) -> FlatBox:
     """The flat form of a box.
 
-    Parameters
-    ----------
-    shared : (axis, begin, end) or None
-        Axis of which only a part is computed; it stays a separate loop.
-    view : callable
-        Function from a buffer to its view of one dimension.
+    `shared`: axis of which only a part is computed; it stays a separate loop. `view`: function from a buffer to its
+    view of one dimension.
     """
     nest = box.nest
     analyzer = analyzer_of(nest, box.bounds)

@@ -33,18 +33,13 @@ def loop_to_share(sizes: Sequence[Expr], tasks: int) -> int | None:
     return long[0] if long else max(range(len(counts)), key=lambda d: counts[d])
 
 
-def share_among_tasks(box: FlatBox, tasks: int, unit: int, write: Callable[[FlatBox], None]) -> None:
-    """Write a box as parallel tasks.
-
-    Parameters
-    ----------
-    tasks : int
-        Number of tasks; a single task needs no parallel loop.
-    unit : int
-        Number of elements that a task's part is a multiple of, if the innermost loop is shared.
-    write : callable
-        Function that writes the code of a part.
-    """
+def share_among_tasks(
+    box: FlatBox,
+    tasks: int,  # number of tasks; a single task needs no parallel loop
+    unit: int,  # number of elements that a task's part is a multiple of, if the innermost loop is shared
+    write: Callable[[FlatBox], None],  # function that writes the code of a part
+) -> None:
+    """Write a box as parallel tasks."""
     loops = list(box.spatial)
     shared = loop_to_share([loop.count for loop in loops[:-1]], tasks)
     if tasks == 1 or not loops or (shared is None and not isinstance(loops[-1].count, int)):
@@ -71,12 +66,8 @@ def share_among_tasks(box: FlatBox, tasks: int, unit: int, write: Callable[[Flat
 def vectorize_loop(loop: Loop, lanes: int, unrolled: int, overlap: bool, visit: Visit) -> None:
     """Cut a loop into vectors.
 
-    Parameters
-    ----------
-    unrolled : int
-        Number of vectors of a visit.
-    overlap : bool
-        Whether elements may be computed twice, so that the tail is a whole vector.
+    `unrolled`: number of vectors of a visit. `overlap`: whether elements may be computed twice, so that the tail is a
+    whole vector.
     """
     unit = lanes * unrolled
     count = loop.count

@@ -25,10 +25,8 @@ from ..core.builder import Expr, plain_extent
 from ..core.walks import replaced
 from .stages import Axis, Load, Stage, loads, node_count, sources, with_loads
 
-# A value of at most so many operations is computed again wherever it is read.
-_MAX_CHEAP_OPS = 8
-# A larger value is not inlined.
-_MAX_INLINED_OPS = 96
+_MAX_CHEAP_OPS = 8  # a value of at most so many operations is computed again wherever it is read
+_MAX_INLINED_OPS = 96  # a larger value is not inlined
 # A value with more nodes, indices and casts included, is not inlined: a chain of values that each read the one before
 # twice would double with each of them.
 _MAX_INLINED_NODES = 512
@@ -308,14 +306,8 @@ def tied_in(nests: Sequence[Nest], params: Sequence[tirx.Buffer]) -> list[tuple[
     """Pairs of an operand and a result of one shape, with the nest that reads the one and stores the other.
 
     They are candidates for sharing memory: the result is the last value that its nest computes at a point, and no other
-    nest touches either. The code must also compute every element once, and read no element after storing it.
-
-    Parameters
-    ----------
-    nests : sequence of Nest
-        Result of `form_nests`.
-    params : sequence of Buffer
-        Buffers of the function's parameters.
+    nest touches either. The code must also compute every element once, and read no element after storing it. `nests`:
+    result of `form_nests`. `params`: buffers of the function's parameters.
     """
     computed = [buffer for nest in nests for buffer in nest.computed]
     # In order of appearance, so that a kernel's attributes are the same in every process.

@@ -107,8 +107,7 @@ def is_number(value: Expr, number: Expr) -> bool:
     return isinstance(value, numbers) and isinstance(number, numbers) and value.value == number.value
 
 
-# Independent accumulators of one result; the latency of an addition in cycles.
-_CHAINS = 4
+_CHAINS = 4  # independent accumulators of one result; the latency of an addition in cycles
 
 
 class AlongReduced:
@@ -188,10 +187,8 @@ class AlongReduced:
         T.buffer_store(single, p.combine(tirx.BufferLoad(single, [zero]), tirx.BufferLoad(register, [zero])), [zero])
 
 
-# Vectors of results of a register tile.
-_TILE_VECTORS = 4
-# Reductions of at most so many terms are unrolled.
-_MAX_UNROLLED_TERMS = 32
+_TILE_VECTORS = 4  # vectors of results of a register tile
+_MAX_UNROLLED_TERMS = 32  # reductions of at most so many terms are unrolled
 # Rows of a register tile where they read the same vectors, and the minimum number of terms for it.
 _TILE_ROWS, _MIN_TILE_TERMS = 4, 8
 

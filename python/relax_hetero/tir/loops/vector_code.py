@@ -20,16 +20,14 @@ from .stages import Load, loads, node_count, sources, variables, with_loads
 Slots = Mapping[tirx.Buffer, tirx.Buffer]
 """Registers by the buffer whose values they have: memory with an element for each lane."""
 
-LANE = tirx.Var("lane", "int64")
-"""The variable of the lane number in expressions."""
+LANE = tirx.Var("lane", "int64")  # the variable of the lane number in expressions
 
 # Functions that TVM's vectorizer scalarizes, but whose vectors the build lowers.
 _VECTOR_FUNCTIONS = frozenset(f"tirx.{name}" for name in "erf log1p asin acos atan asinh acosh atanh nearbyint".split())
 # An expression of more nodes is computed before its use. The time of TVM's simplifier doubles with each maximum of a
 # minimum inside of another, and its walks recurse.
 _MAX_NODES = 64
-# Reads with a stride up to this are contiguous reads and a shuffle.
-_MAX_SHUFFLED_STRIDE = 4
+_MAX_SHUFFLED_STRIDE = 4  # reads with a stride up to this are contiguous reads and a shuffle
 
 
 def slot(dtype: str, lanes: int) -> tirx.Buffer:
@@ -114,18 +112,14 @@ def _load_register(buffer: tirx.Buffer, register: tirx.Buffer) -> Expr:
     return value != tirx.const(0, register.dtype) if register.dtype != buffer.dtype else value
 
 
-def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sums: Slots) -> None:
-    """Compute the steps of `lanes` neighbouring points and store them.
-
-    Parameters
-    ----------
-    var : Var, optional
-        Variable along which the points lie; None for a single point.
-    start : PrimExpr
-        Its value at the first point.
-    sums : mapping of Buffer to Buffer
-        Registers of the reduced values.
-    """
+def write_point(
+    box: FlatBox,
+    var: tirx.Var | None,  # variable along which the points lie; None for a single point
+    start: Expr,  # its value at the first point
+    lanes: int,
+    sums: Slots,  # registers of the reduced values
+) -> None:
+    """Compute the steps of `lanes` neighbouring points and store them."""
     steps = box.nest.steps
     here = box.at({var: start + LANE}) if var is not None else box
     registers: dict[tirx.Buffer, tirx.Buffer] = dict(sums)

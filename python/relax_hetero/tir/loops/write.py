@@ -40,12 +40,9 @@ from .vector_code import chooses, lanes_of, slot, varies_inside, write_point
 #
 # become square tiles, read by rows, transposed by a network of shuffles, and written by rows.
 
-# Vectors of an iteration.
-_UNROLLED_VECTORS = 2
-# Side of the largest tile: registers hold 16 vectors before and after a stage of shuffles.
-_MAX_TILE = 16
-# Shuffles of more streams cost more than the reads that they save.
-_MAX_STREAMS = 8
+_UNROLLED_VECTORS = 2  # vectors of an iteration
+_MAX_TILE = 16  # side of the largest tile: registers hold 16 vectors before and after a stage of shuffles
+_MAX_STREAMS = 8  # shuffles of more streams cost more than the reads that they save
 
 
 def write_map(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
@@ -334,10 +331,8 @@ def _write_box(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
     write(box, cpu, tasks)
 
 
-# Throughput of one core.
-_BYTES_PER_NS, _VECTOR_OPS_PER_NS = 20.0, 2.0
-# Time of a transcendental function of a vector.
-_NS_PER_CALL = 2.0
+_BYTES_PER_NS, _VECTOR_OPS_PER_NS = 20.0, 2.0  # throughput of one core
+_NS_PER_CALL = 2.0  # time of a transcendental function of a vector
 
 
 def tasks_for(nest: Nest, cpu: CpuTarget) -> int:

@@ -26,23 +26,9 @@ _INTRINSICS = {"tirx.sqrt": "sqrt", "tirx.sin": "sin", "tirx.cos": "cos", "tirx.
 def llvm_function(name: str, params: Sequence[tirx.Var], result: tirx.Expr) -> str:
     """A function definition.
 
-    Parameters
-    ----------
-    params : sequence of tirx.Var
-        Vectors in `result`.
-    result : tirx.Expr
-        Expression of arithmetic, comparisons, selections, conversions, ``Let``, sqrt, the C library's sin, cos and tan,
-        and `vector_math.rarely`.
-
-    Returns
-    -------
-    str
-        Module in LLVM IR with the function and its declarations.
-
-    Raises
-    ------
-    TypeError
-        If a part of the expression cannot be translated.
+    `params`: vectors in `result`. `result`: expression of arithmetic, comparisons, selections, conversions, ``Let``,
+    sqrt, the C library's sin, cos and tan, and `vector_math.rarely`. Returns the module in LLVM IR with the function
+    and its declarations. Raises TypeError if a part of the expression cannot be translated.
     """
     writer = _Writer(params)
     value = writer.value(result)

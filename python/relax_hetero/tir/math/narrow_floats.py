@@ -32,11 +32,8 @@ FLOAT8 = {
 }
 """Formats with a sign by TVM's name of the type."""
 
-POWERS = "float8_e8m0fnu"
-"""The format of exponents only: its numbers are powers of two."""
-
-FLOATS = frozenset((*FLOAT8, POWERS))
-"""All formats of this module."""
+POWERS = "float8_e8m0fnu"  # the format of exponents only: its numbers are powers of two
+FLOATS = frozenset((*FLOAT8, POWERS))  # all formats of this module
 
 _NAN = 0x7FC00000
 _INFINITY = 0x7F800000

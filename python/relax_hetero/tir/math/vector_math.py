@@ -57,8 +57,7 @@ _LOG_P = (
     0.0674664378,
 )  # fmt: skip
 
-_MIN_EXPONENT_ARGUMENT = -87.0
-"""Minimum argument of `exp_nonpositive` for which the power of two is a normal number."""
+_MIN_EXPONENT_ARGUMENT = -87.0  # minimum argument of `exp_nonpositive` for which the power of two is a normal number
 
 LOG2_E = 1.44269504088896341
 # log(2) in two parts: the first has 9 significant bits, so that its product with an exponent is exact.

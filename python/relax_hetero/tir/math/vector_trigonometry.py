@@ -37,11 +37,7 @@ def sin(x: tirx.Expr) -> tirx.Expr:
 
 def cos(x: tirx.Expr) -> tirx.Expr:
     """The cosine."""
-
-    def cosine(quadrant: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
-        return _sine(once(quadrant + constant(quadrant, 1)), r)
-
-    return _reduce(once(x), cosine, T.cos)
+    return _reduce(once(x), lambda quadrant, r: _sine(once(quadrant + constant(quadrant, 1)), r), T.cos)
 
 
 def tan(x: tirx.Expr) -> tirx.Expr:

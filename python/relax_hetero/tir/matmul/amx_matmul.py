@@ -137,14 +137,12 @@ class RightPanels:
 # Maximum bytes and pairs of tiles of a block of rows (mc), which stays in the L2 cache.
 MAX_ROW_BLOCK_BYTES = 1 << 20
 MAX_ROW_BLOCK_PAIRS = 16
-# Maximum number of rows that are always one block.
-ONE_BLOCK_ROWS = 128
+ONE_BLOCK_ROWS = 128  # maximum number of rows that are always one block
 
 # Maximum k-steps of a block of k (kc): 128x768x3072 in bfloat16 is 6 % faster in two blocks of 12 than in one of 24.
 MAX_K_BLOCK_STEPS = 16
 
-# Minimum number of panels that use a block of rows for it to be copied.
-MIN_COPY_PANELS = 4
+MIN_COPY_PANELS = 4  # minimum number of panels that use a block of rows for it to be copied
 
 # Maximum bytes of a result that tile stores write directly, if it consists of whole tiles. Tile stores of a larger one
 # wait for memory; stores of rows between steps do not (1024x1024 sums of bytes: 2,369 Gop/s directly, 2,824 by rows;
@@ -373,12 +371,8 @@ def _sweep_panel(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], column:
 class _Pair:
     """A pair of tiles of rows and a panel.
 
-    Parameters
-    ----------
-    pair, pair_in_block : PrimExpr
-        Index of the pair in the matrix, and in the block of rows.
-    column, panel_start : PrimExpr
-        First column of the panel, and the offset of its storage.
+    `pair`, `pair_in_block`: index of the pair in the matrix, and in the block of rows. `column`, `panel_start`: first
+    column of the panel, and the offset of its storage.
     """
 
     def __init__(

@@ -138,8 +138,7 @@ class UnpackedPanel:
 # A number is ``scale * (256 * high + low)``, two signed bytes with a product each, or ``scale * high``, half of the
 # work. The error is at most 1/65,024 of the largest number of the chain, or 1/254.
 
-_MAX_INTEGER = {1: 127, 2: 127 * 256}
-"""Largest magnitude of a quantized number, by its bytes."""
+_MAX_INTEGER = {1: 127, 2: 127 * 256}  # largest magnitude of a quantized number, by its bytes
 
 _MIN_MAGNITUDE = 1e-30
 """A chain whose numbers are all smaller becomes zeros: the reciprocal of its scale would overflow float32."""
@@ -170,22 +169,17 @@ class Codes:
         """Number of words of a chain."""
         return self.terms * self.chain // 4
 
-    def write_chain(self, lhs: OperandView, row: Expr, row_in_block: Expr, number: Expr, size: int, lanes: int) -> None:
-        """Write the bytes of a chain.
-
-        Parameters
-        ----------
-        lhs : OperandView
-            Operand of float32.
-        row, row_in_block : PrimExpr
-            Index of the row in the operand and in the block.
-        number : PrimExpr
-            Index of the chain.
-        size : int
-            Number of its elements that exist.
-        lanes : int
-            Lanes of a vector.
-        """
+    def write_chain(
+        self,
+        lhs: OperandView,  # operand of float32
+        # row, row_in_block: index of the row in the operand and in the block.
+        row: Expr,
+        row_in_block: Expr,
+        number: Expr,  # index of the chain
+        size: int,  # number of its elements that exist
+        lanes: int,  # lanes of a vector
+    ) -> None:
+        """Write the bytes of a chain."""
         first = materialize(number * self.chain)
         values = [
             let(lhs.load({"m": row, "k": first + start}, "k", lanes, lane_mask(size - start, lanes)))
@@ -267,8 +261,7 @@ to the largest number of the chain. (Formats of files have scales for 16 or 32 w
 _ROWS = 8
 """Rows of a register tile, with a sum for each byte of an activation. (Measured: 6 and 12 are slower by 2 to 15 %.)"""
 
-_UNROLLED_WEIGHTS = 32
-"""Maximum number of weights of a chain whose steps are unrolled; longer chains are loops."""
+_UNROLLED_WEIGHTS = 32  # maximum number of weights of a chain whose steps are unrolled; longer chains are loops
 
 MIN_UNPACKED_ROWS = {1: 24, 2: 8}
 """Minimum number of rows for which panels are unpacked first, by bytes of an activation. (Measured on a Zen 5: 8 to 16
@@ -344,8 +337,7 @@ class DotProduct(PanelProduct):
         self.panel = UnpackedPanel.allocate(self.reader, self.chain) if may_unpack else None
 
     def _allocate_row_sums(self, count: int) -> Expr:
-        form = self.spec.plan.form
-        if form.minimum:
+        if self.spec.plan.form.minimum:
             return scratch(count, "float32")
         return scratch(count, "int32") if self.reader.min_code else None
 
@@ -404,8 +396,7 @@ class DotProduct(PanelProduct):
         def at(_: OperandView, i: int, j: int) -> Coordinates:
             return {"m": rows[i], "n": tile.panel * spec.problem.panel + j * spec.lanes}
 
-        size = (tile.rows, spec.vectors)
-        spec.epilogue.prefetch("m", size, at)
+        spec.epilogue.prefetch("m", (tile.rows, spec.vectors), at)
         for i in range(tile.rows):
             for j in range(spec.vectors):
                 prefetch(spec.result.data, spec.result.address(at(spec.result, i, j)))
@@ -540,10 +531,7 @@ class DotProduct(PanelProduct):
             terms = []
             for term in range(self.terms):
                 first = (i * self.terms + term) * tile_vectors + j
-                total = self.sums[first]
-                for bank in range(1, banks):
-                    total = total + self.sums[first + bank * sums.count]
-                terms.append(total)
+                terms.append(sum((self.sums[first + bank * sums.count] for bank in range(1, banks)), self.sums[first]))
             integer_sum = (
                 terms[0] if self.terms == 1 else tirx.shift_left(terms[0], constant(8, "int32", lanes)) + terms[1]
             )

@@ -21,8 +21,7 @@ from ..core.view import OperandView
 from ..core.work_split import loop_blocks, split_work, tasks_for
 from .block_spec import PanelProduct, RowBlock
 
-PANEL_ROWS = 8
-"""Time of reading and unpacking a panel, in rows that are multiplied by it."""
+PANEL_ROWS = 8  # time of reading and unpacking a panel, in rows that are multiplied by it
 
 TOKEN_BLOCK = 4096
 """Number of tokens that are sorted together: more give more rows of each expert, whose weights are unpacked once for

@@ -24,8 +24,7 @@ from .weight_unpacking import PanelReader
 # that of a sum of shorter sums with its square root. Few rows add up several such sums in parallel.
 MAX_CHAIN = 256
 
-ROW_BLOCK_BYTES = 1 << 19
-"""Bytes of a block of rows of the left operand (mc): half of an L2 cache."""
+ROW_BLOCK_BYTES = 1 << 19  # bytes of a block of rows of the left operand (mc): half of an L2 cache
 
 
 @dataclass(frozen=True)
@@ -133,23 +132,14 @@ class BlockTile:
 
 
 class PanelProduct(ABC):
-    """Interface of a product of blocks of rows by panels, which has its own scratch.
-
-    Attributes
-    ----------
-    tile_rows : int
-        Rows of a tile.
-    row_bytes, block_bytes : int
-        Bytes of a prepared row, and of all rows of a block.
-    work : int
-        Work of a column in a row, in multiply-adds of float32.
-    """
+    """Interface of a product of blocks of rows by panels, which has its own scratch."""
 
     spec: BlockSpec
-    tile_rows: int
+    tile_rows: int  # rows of a tile
+    # row_bytes, block_bytes: bytes of a prepared row, and of all rows of a block.
     row_bytes: int
     block_bytes: int
-    work: int
+    work: int  # work of a column in a row, in multiply-adds of float32
 
     @abstractmethod
     def allocate(self, rows: int) -> None:
@@ -180,25 +170,22 @@ def store_row(spec: BlockSpec, row: Expr, panel: Expr, masks: Masks, total: Call
         spec.result.store(at, "n", spec.epilogue.result_at(total(j), at, mask), spec.lanes, mask)
 
 
-def emit_row_sums(lhs: OperandView, row: Expr, depth: int, chain: int, lanes: int, target: tuple[Any, Expr]) -> None:
-    """Write the sums of each `chain` elements of a row, which the minimums of weights multiply.
-
-    Parameters
-    ----------
-    depth, chain : int
-        Elements of the row and of a chain.
-    lanes : int
-        Lanes of a vector.
-    target : tuple of Buffer and PrimExpr
-        Buffer of float32 and the offset of the first sum.
-    """
+def emit_row_sums(
+    lhs: OperandView,
+    row: Expr,
+    # depth, chain: elements of the row and of a chain.
+    depth: int,
+    chain: int,
+    lanes: int,  # lanes of a vector
+    target: tuple[Any, Expr],  # buffer of float32 and the offset of the first sum
+) -> None:
+    """Write the sums of each `chain` elements of a row, which the minimums of weights multiply."""
     buffer, start = target
 
     def chain_sum(first: Expr, size: int) -> Expr:
         total = None
         for at in range(0, size, lanes):
-            mask = lane_mask(size - at, lanes)
-            value = let(lhs.load({"m": row, "k": first + at}, "k", lanes, mask))
+            value = let(lhs.load({"m": row, "k": first + at}, "k", lanes, lane_mask(size - at, lanes)))
             total = value if total is None else let(total + value)
         return over_lanes(total, lambda a, b: a + b, lanes) if lanes > 1 else total
 

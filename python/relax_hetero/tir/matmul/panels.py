@@ -25,11 +25,8 @@ from ..microkernel.k_step import lhs_group, lhs_groups
 from ..microkernel.microkernel import VectorTile
 from .matmul_spec import KRange, MatmulSpec, PanelProducts, left_factors
 
-MIN_ROWS = 4
-"""Minimum number of rows: the panel of fewer would be read once or twice only."""
-
-MAX_LEFT_BYTES = 1 << 21
-"""Maximum bytes of a task's left panels: the L2 cache of server cores has 1 or 2 MiB."""
+MIN_ROWS = 4  # minimum number of rows: the panel of fewer would be read once or twice only
+MAX_LEFT_BYTES = 1 << 21  # maximum bytes of a task's left panels: the L2 cache of server cores has 1 or 2 MiB
 
 
 @dataclass(frozen=True)
@@ -134,9 +131,7 @@ class Panels:
 
     def _widen_left(self, values: Any) -> Any:
         """Factors in the type of the micro-kernel."""
-        if self.right is None:
-            return values
-        return _widened(values[0] if isinstance(values, list) else values)
+        return values if self.right is None else _widened(values[0] if isinstance(values, list) else values)
 
     def widen_right(self, batch: Coordinates, column: Expr, k: KRange) -> None:
         """Widen the whole k-steps of the right panel at a column, unless it is read where it is."""
@@ -157,18 +152,15 @@ class Panels:
         """The products of the panel of a tile, from `first_k` on."""
         return lambda sums, k, at: self._multiply(sums, tile, k, first_k, at)
 
-    def _multiply(self, sums: VectorTile, tile: Expr, k: KRange, first_k: Expr, at: Coordinates) -> None:
-        """Add the products of the whole k-steps of a range to accumulators.
-
-        Parameters
-        ----------
-        tile : PrimExpr
-            Number of the panel.
-        first_k : PrimExpr or int
-            First k of the panel.
-        at : Coordinates
-            Position of the tile.
-        """
+    def _multiply(
+        self,
+        sums: VectorTile,
+        tile: Expr,  # number of the panel
+        k: KRange,
+        first_k: Expr,  # first k of the panel
+        at: Coordinates,  # position of the tile
+    ) -> None:
+        """Add the products of the whole k-steps of a range to accumulators."""
         rhs, kernel = self.spec.rhs, _kernel(self.spec, sums.rows, self.rows)
 
         def slots() -> list[tuple[int, Any]]:

@@ -18,8 +18,7 @@ from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, constant, lane_indices, let, vector_type
 from .weight_unpacking import PanelReader
 
-_PICK = "llvm.x86.avx512.pmultishift.qb.512"
-"""Eight bytes from any bits of every 64 (Intel SDM: VPMULTISHIFTQB)."""
+_PICK = "llvm.x86.avx512.pmultishift.qb.512"  # eight bytes from any bits of every 64 (Intel SDM: VPMULTISHIFTQB)
 
 _LOOKUP = {
     "avx512": "llvm.x86.avx512.pshuf.b.512",
@@ -30,8 +29,7 @@ _LOOKUP = {
 """Look-up in a table of 16 bytes, repeated in each 128 bits, by the low four bits of every byte (Intel SDM: PSHUFB; Arm
 ARM: TBL); keys are instruction sets."""
 
-_OFFSET = 128
-"""8-bit quants are stored as signed bytes, and multiplied as unsigned bytes."""
+_OFFSET = 128  # 8-bit quants are stored as signed bytes, and multiplied as unsigned bytes
 
 _TAIL_MOVES = {
     5: [(0, 30, 2, 16), (1, 30, 2, 18), (2, 30, 1, 20), (2, 31, 1, 24), (3, 30, 2, 25), (4, 30, 2, 27)],

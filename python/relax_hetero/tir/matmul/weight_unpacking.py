@@ -34,8 +34,7 @@ from ..core.builder import (
 from ..core.view import View
 from ..math.casts import cast
 
-MAX_UNSHIFTED_FIELDS = 3
-"""Maximum number of neighbouring fields of a lane that are read without a shift."""
+MAX_UNSHIFTED_FIELDS = 3  # maximum number of neighbouring fields of a lane that are read without a shift
 
 _FRACTION_BITS, _EXPONENT_BIAS = 23, 127  # of float32
 
@@ -48,8 +47,7 @@ _LOOKUP_OF_EIGHT = "llvm.x86.avx2.permps"
 _LOOKUP_OF_TWO = "llvm.x86.avx512.vpermi2var.ps.512"
 """Sixteen of 32 floats in two vectors, by the low five bits of every lane (Intel SDM: VPERMI2PS)."""
 
-Numbers = Callable[[int], Expr]
-"""Function from a position in a group to the quant of every column as float32."""
+Numbers = Callable[[int], Expr]  # function from a position in a group to the quant of every column as float32
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,7 @@ class PanelReader:
     @staticmethod
     def of_columns(cpu: CpuTarget, view: View, plan: PanelPlan) -> PanelReader:
         """The reader of single columns: the argument `vector` of its methods is a column of the panel."""
-        reader = PanelReader.of(cpu, view, plan)
-        return replace(reader, lanes=1, tables=[])
+        return replace(PanelReader.of(cpu, view, plan), lanes=1, tables=[])
 
     @property
     def shape(self) -> tuple[int, int]:

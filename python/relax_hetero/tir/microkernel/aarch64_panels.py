@@ -204,21 +204,15 @@ define void @{self.name}(ptr %c, ptr %a, ptr %b, i64 %steps) {{
 
 
 class _Stream(ABC):
-    """A panel that is read from its beginning to its end, by four registers in turn.
+    """A panel that is read from its beginning to its end, by four registers in turn."""
 
-    Parameters
-    ----------
-    pointer : str
-        Operand of the assembly that holds the address, which is advanced.
-    first : int
-        First of the four registers.
-    size : int
-        Bytes to read.
-    register_bytes : int
-        Bytes that a register holds.
-    """
-
-    def __init__(self, pointer: str, first: int, size: int, register_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        pointer: str,  # operand of the assembly that holds the address, which is advanced
+        first: int,  # first of the four registers
+        size: int,  # bytes to read
+        register_bytes: int = SEGMENT_BYTES,  # bytes that a register holds
+    ) -> None:
         self._pointer, self._first, self._size, self._register_bytes = pointer, first, size, register_bytes
         self._loaded = 0
         self._lines: list[str] = []

@@ -20,8 +20,7 @@ from tvm.script.ir_builder import tirx as T
 from ...target.amx_instructions import TILE_BYTES, AmxInstruction
 from ..core.builder import Expr, either, int64, loop, materialize
 
-LANES = 16
-"""Columns of a tile of accumulators."""
+LANES = 16  # columns of a tile of accumulators
 
 LEFT_TILES, RIGHT_TILES = (4, 5), (6, 7)
 """Tiles of factors; tiles 0 to 3 are accumulators, two for each of the left factors."""

@@ -36,8 +36,7 @@ from ..core.builder import (
 )
 from ..math.casts import cast
 
-CHAINS = 8
-"""Chains whose sums are added in the operands' type."""
+CHAINS = 8  # chains whose sums are added in the operands' type
 
 MIN_SQUARE = 2.0**-29
 """Minimum mean square of products: these are then about 2^-14.5, near the smallest normal float16, and the loss below
@@ -52,19 +51,17 @@ def mark_fp16_partial_sums(function: tirx.PrimFunc, dot: DotInstruction) -> tirx
 
 
 class Fp16PartialSums:
-    """Partial sums in float16 registers, which are added to float32 accumulators.
+    """Partial sums in float16 registers, which are added to float32 accumulators."""
 
-    Parameters
-    ----------
-    sums : Registers
-        The accumulators; the first `count` are used.
-    lanes : int
-        Lanes of an accumulator.
-    banks : int
-        Alternating registers of each accumulator, if accumulators are too few to keep instructions in flight.
-    """
-
-    def __init__(self, dot: DotInstruction, sums: Registers, count: int, lanes: int, banks: int = 1) -> None:
+    def __init__(
+        self,
+        dot: DotInstruction,
+        sums: Registers,  # the accumulators; the first `count` are used
+        count: int,
+        lanes: int,  # lanes of an accumulator
+        # Alternating registers of each accumulator, if accumulators are too few to keep instructions in flight.
+        banks: int = 1,
+    ) -> None:
         self._dot, self._sums, self._count, self._lanes = dot, sums, count, lanes
         self._steps = Registers(count * banks, dot.types[0], lanes * dot.k0)
         self._chains = Registers(count, dot.types[0], lanes * dot.k0)
@@ -89,8 +86,7 @@ class Fp16PartialSums:
         lanes, k0 = self._lanes, self._dot.k0
         for number in range(self._count):
             value = let(self._chains[number])
-            words = tirx.reinterpret(f"int32x{lanes}", value)
-            odd = tirx.shift_right(words, constant(16, "int32", lanes))
+            odd = tirx.shift_right(tirx.reinterpret(f"int32x{lanes}", value), constant(16, "int32", lanes))
             even_and_odd = let(value + tirx.reinterpret(str(value.ty.dtype), odd))
             pairs = cast(T.Shuffle([even_and_odd], list(range(0, lanes * k0, k0))), self._dot.types[2])
             self._sums[number] = self._sums[number] + pairs
@@ -98,12 +94,8 @@ class Fp16PartialSums:
     def add_chains(self, size: Expr, length: int, emit: Callable[[Expr, Expr, Registers], None]) -> None:
         """Write the chains of a sum, between `begin` and `finish`.
 
-        Parameters
-        ----------
-        size, length : PrimExpr or int
-            Lengths of the sum and of a chain, in the unit of `emit`.
-        emit : callable
-            Function of a start, a length and registers that writes the steps.
+        `size`, `length`: lengths of the sum and of a chain, in the unit of `emit`. `emit`: function of a start, a
+        length and registers that writes the steps.
         """
         whole = materialize(size // length)
         with loop(whole) as number:
@@ -146,18 +138,13 @@ class Fp16PartialSums:
             registers[number] = zeros(self._dot.types[0], self._lanes * self._dot.k0)
 
 
-def is_out_of_range(values: Sequence[Expr], terms: Expr, lanes: int, min_square: float = MIN_SQUARE) -> Expr:
-    """Return whether partial sums left the range of their type, judged by the accumulators.
-
-    Parameters
-    ----------
-    values : sequence of PrimExpr
-        All accumulators of a tile; lanes of columns that do not exist are zero.
-    terms : PrimExpr or int
-        Number of products in each accumulator.
-    min_square : float
-        Minimum mean square of products; 0 if the loss of small products does not matter.
-    """
+def is_out_of_range(
+    values: Sequence[Expr],  # all accumulators of a tile; lanes of columns that do not exist are zero
+    terms: Expr,  # number of products in each accumulator
+    lanes: int,
+    min_square: float = MIN_SQUARE,  # minimum mean square of products; 0 if the loss of small products does not matter
+) -> Expr:
+    """Return whether partial sums left the range of their type, judged by the accumulators."""
     squares = Registers(1, "float32", lanes)
     squares[0] = zeros("float32", lanes)
     for value in values:

@@ -41,16 +41,9 @@ _SHIM = "relax_hetero_bf16_dot"
 def lhs_group(dot: DotInstruction, values: Expr | Sequence[Expr]) -> Expr:
     """The k0 left factors of a step as one scalar, which may be bound to a variable.
 
-    Parameters
-    ----------
-    values : PrimExpr or sequence of PrimExpr
-        Vector of k0 elements (a contiguous load; a scalar if k0 is 1), or k0 scalars, of the left operand's type.
-
-    Returns
-    -------
-    PrimExpr
-        If k0 is 1, the element in the type that the step takes (float16, or the accumulator's type); else the k0
-        elements as an int32 or int64, the first in the low bits.
+    `values`: vector of k0 elements (a contiguous load; a scalar if k0 is 1), or k0 scalars, of the left operand's type.
+    If k0 is 1, the element in the type that the step takes (float16, or the accumulator's type); else the k0 elements
+    as an int32 or int64, the first in the low bits.
     """
     if dot.k0 == 1:
         value = values if isinstance(values, Expr) else values[0]
@@ -83,17 +76,9 @@ def _flipped(dot: DotInstruction, groups: Expr, count: int) -> Expr:
 def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
     """The right factors of a step, a group for each lane, which may be bound to a variable.
 
-    Parameters
-    ----------
-    values : PrimExpr
-        ``lanes * k0`` elements of the right operand's type, column after column, the k of a column together.
-    lanes : int
-        Lanes of the accumulator's type on the CPU.
-
-    Returns
-    -------
-    PrimExpr
-        If k0 is 1, the elements in the accumulator's type; else an int32 or int64 for each lane.
+    `values`: ``lanes * k0`` elements of the right operand's type, column after column, the k of a column together.
+    `lanes`: lanes of the accumulator's type on the CPU. If k0 is 1, the elements in the accumulator's type; else an
+    int32 or int64 for each lane.
     """
     if dot.k0 == 1:
         return _widen(dot, values, lanes)
@@ -107,19 +92,17 @@ def _group_dtype(dot: DotInstruction) -> str:
     return f"int{8 * dot.k0 * bytes_of(dot.types[0])}"
 
 
-def emit_step(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
-    """The accumulators after one k-step.
-
-    Parameters
-    ----------
-    acc : PrimExpr
-        `lanes` accumulators: a vector of the accumulator's type, a scalar if lanes is 1; for an instruction with fp16
-        partial sums, `lanes` groups of k0 in the operands' type.
-    lhs, rhs : PrimExpr
-        Results of `lhs_group` and `rhs_groups`.
-    lanes : int
-        Lanes of the accumulator's type on the CPU.
-    """
+def emit_step(
+    dot: DotInstruction,
+    # `lanes` accumulators: a vector of the accumulator's type, a scalar if lanes is 1; for an instruction with fp16
+    # partial sums, `lanes` groups of k0 in the operands' type.
+    acc: Expr,
+    # lhs, rhs: results of `lhs_group` and `rhs_groups`.
+    lhs: Expr,
+    rhs: Expr,
+    lanes: int,  # lanes of the accumulator's type on the CPU
+) -> Expr:
+    """The accumulators after one k-step."""
     return FORMS[dot.form](dot, acc, lhs, rhs, lanes)
 
 
@@ -131,12 +114,8 @@ def rows_group(groups: Sequence[Expr]) -> Expr:
 def add_step(dot: DotInstruction, accs: Registers, numbers: Sequence[int], lhs: Expr, rhs: Expr, lanes: int) -> None:
     """Add one k-step to some accumulators.
 
-    Parameters
-    ----------
-    numbers : sequence of int
-        Numbers of the accumulators of `DotInstruction.rows` rows, for the same columns.
-    lhs, rhs : PrimExpr
-        Results of `rows_group` and `rhs_groups`.
+    `numbers`: numbers of the accumulators of `DotInstruction.rows` rows, for the same columns. `lhs`, `rhs`: results of
+    `rows_group` and `rhs_groups`.
     """
     if dot.rows == 1:
         accs[numbers[0]] = emit_step(dot, accs[numbers[0]], lhs, rhs, lanes)
@@ -339,8 +318,7 @@ def _odd_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
     eight = constant(8, "int16", count)
     if dtype == "int8":
         return tirx.shift_right(pairs, eight)
-    vector = f"uint16x{count}"
-    shifted = tirx.shift_right(tirx.reinterpret(vector, pairs), constant(8, "uint16", count))
+    shifted = tirx.shift_right(tirx.reinterpret(f"uint16x{count}", pairs), constant(8, "uint16", count))
     return tirx.reinterpret(f"int16x{count}", shifted)
 
 

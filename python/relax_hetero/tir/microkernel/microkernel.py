@@ -105,24 +105,13 @@ class VectorTile(AccumulatorTile):
 
     def step(
         self,
-        left: Callable[[int], Expr],
-        right: Callable[[int], Expr],
-        bank: int = 0,
+        left: Callable[[int], Expr],  # function from a row to its factor, as `k_step.lhs_group` returns it
+        right: Callable[[int], Expr],  # function from a vector to its factors, as `k_step.rhs_groups` returns them
+        bank: int = 0,  # bank of accumulators
+        # First rows of the groups of `DotInstruction.rows` that take part; by default all.
         rows: Iterable[int] | None = None,
     ) -> None:
-        """Add a k-step.
-
-        Parameters
-        ----------
-        left : callable
-            Function from a row to its factor, as `k_step.lhs_group` returns it.
-        right : callable
-            Function from a vector to its factors, as `k_step.rhs_groups` returns them.
-        bank : int
-            Bank of accumulators.
-        rows : iterable of int, optional
-            First rows of the groups of `DotInstruction.rows` that take part; by default all.
-        """
+        """Add a k-step."""
         rights = [let(right(j)) for j in range(self.vectors)]
         for first in range(0, self.rows, self.dot.rows) if rows is None else rows:
             group = rows_group([let(left(first + i)) for i in range(self.dot.rows)])
@@ -141,24 +130,14 @@ class VectorTile(AccumulatorTile):
 
     def again_if_out_of_range(
         self,
-        terms: Expr,
+        terms: Expr,  # number of products in each accumulator
+        # Function that accumulates all of them in a tile with a wider instruction.
         accumulate: Callable[[VectorTile], None],
-        masks: Masks | None = None,
+        masks: Masks | None = None,  # relevant lanes of each vector; None: all
+        # Minimum mean square of products; 0 if the loss of small products does not matter.
         min_square: float = MIN_SQUARE,
     ) -> None:
-        """Accumulate again in float32, if fp16 partial sums left the range of their type.
-
-        Parameters
-        ----------
-        terms : PrimExpr or int
-            Number of products in each accumulator.
-        accumulate : callable
-            Function that accumulates all of them in a tile with a wider instruction.
-        masks : sequence of (PrimExpr or None), optional
-            Relevant lanes of each vector; None: all.
-        min_square : float
-            Minimum mean square of products; 0 if the loss of small products does not matter.
-        """
+        """Accumulate again in float32, if fp16 partial sums left the range of their type."""
         existing = []
         for number in range(self.count):
             mask = masks[number % self.vectors] if masks else None
@@ -213,11 +192,8 @@ class AmxTile(AccumulatorTile):
     ) -> None:
         """Add a k-step: all loads, then all products.
 
-        Parameters
-        ----------
-        left, right : callable
-            Function from a tile of rows or of columns to the address of its factors, and the distance of their rows in
-            bytes. Without `right`, factors of columns are those of the step before.
+        `left`, `right`: function from a tile of rows or of columns to the address of its factors, and the distance of
+        their rows in bytes. Without `right`, factors of columns are those of the step before.
         """
         for j in range(self.vectors):
             if right is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 
 import numpy as np
 from tvm import tirx
@@ -99,10 +100,7 @@ def _transform_line(matrix: np.ndarray, line: Sequence[Expr]) -> list[Expr]:
         terms = [
             tirx.const(float(factor), "float64") * value for factor, value in zip(row, line, strict=True) if factor
         ]
-        total = terms[0]
-        for term in terms[1:]:
-            total = total + term
-        values.append(let(total))
+        values.append(let(sum(terms[1:], terms[0])))
     return values
 
 
@@ -155,10 +153,8 @@ def copy_runs(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget)
             if not partial:
                 run(outer, within, full)
                 return
-            exists: Expr = tirx.const(True, "bool")
-            for d in partial:
-                exists = tirx.And(exists, outer[d] * packed.layout.tile(d) + within[d] < extents[d])
-            with T.If(exists):
+            conditions = (outer[d] * packed.layout.tile(d) + within[d] < extents[d] for d in partial)
+            with T.If(reduce(tirx.And, conditions, tirx.const(True, "bool"))):
                 with T.Then():
                     run(outer, within, full)
                 if packing:
@@ -279,17 +275,8 @@ def _move(
 def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: CpuTarget) -> tirx.PrimFunc:
     """Kernel from row-major to `layout`.
 
-    Parameters
-    ----------
-    shape : sequence of int or str
-        Logical extents; a symbolic one is a name.
-    layout : PackedLayout
-        Layout of the destination.
-
-    Raises
-    ------
-    EncodingError
-        If the source holds transformed windows, which only constants do. Every function here raises it.
+    `shape`: logical extents; a symbolic one is a name. `layout`: layout of the destination. Raises EncodingError if the
+    source holds transformed windows, which only constants do. Every function here raises it.
     """
     return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, cpu)
 
@@ -342,10 +329,7 @@ def _copy_elements(source: PackedStorage, destination: PackedStorage, cpu: CpuTa
         value = source.data[source.offset(*split_position(source.layout, position))]
         conditions = [position[d] < extents[d] for d in range(rank) if not is_multiple(extents[d], layout.tile(d))]
         if conditions:
-            condition = conditions[0]
-            for further in conditions[1:]:
-                condition = tirx.And(condition, further)
-            value = T.if_then_else(condition, value, tirx.const(0, str(source.data.dtype)))
+            value = T.if_then_else(reduce(tirx.And, conditions), value, tirx.const(0, str(source.data.dtype)))
         T.buffer_store(destination.data, value, [destination.offset(outer, inner)])
 
     for_parts([destination.tiles[d] for d in layout.outer_perm], destination.bytes(), cpu, tiles)

@@ -18,10 +18,8 @@ from ..math import vector_math
 from ..math.casts import cast, computed_in
 from .row_plan import RowPass, RowPlan
 
-MAX_UNROLLED_VECTORS = 16
-"""Maximum number of vectors of a row whose loop is unrolled."""
-CHAINS = 4
-"""Independent accumulators of a reduction: additions that are in flight."""
+MAX_UNROLLED_VECTORS = 16  # maximum number of vectors of a row whose loop is unrolled
+CHAINS = 4  # independent accumulators of a reduction: additions that are in flight
 
 
 @dataclass(frozen=True)
@@ -191,12 +189,7 @@ class RowWriter:
 def value_types(program: RowProgram, plan: RowPlan, operands: list[str], kept: str) -> dict[int, str]:
     """The type of the arithmetic on every operand of a plan's expressions, by number.
 
-    Parameters
-    ----------
-    operands : list of str
-        Element types of the program's operands.
-    kept : str
-        Type of the value that is stored for later passes.
+    `operands`: element types of the program's operands. `kept`: type of the value that is stored for later passes.
     """
     # Conditions are read as bytes: TVM's analyzer fails on vectors of bool in registers.
     types = {number: "uint8" if dtype == "bool" else computed_in(dtype) for number, dtype in enumerate(operands)}

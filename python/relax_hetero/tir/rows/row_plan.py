@@ -8,8 +8,7 @@ from ...encoding.expression import Expression, Term
 from ...encoding.functions import FUNCTIONS
 from ...encoding.row_program import RowProgram, operands_of, replaced
 
-_STORE_INSTRUCTIONS = 1.5
-"""Cost of a store; a load costs 1."""
+_STORE_INSTRUCTIONS = 1.5  # cost of a store; a load costs 1
 
 
 @dataclass(frozen=True)
@@ -39,26 +38,16 @@ class RowPlan:
 
 def plan_rows(
     program: RowProgram,
-    varying: frozenset[int],
-    may_keep: bool,
-    in_place: int | None = None,
+    varying: frozenset[int],  # the operands that run along a row; others have one value for all of it
+    may_keep: bool,  # whether the result's row can hold a value as exact as it is computed
+    in_place: int | None = None,  # the operand that the result's row holds when the kernel starts
+    # Whether a quotient by a softmax's sum is a product with its reciprocal, which costs one more rounding.
     reciprocals: bool = False,
 ) -> RowPlan:
     """Cut a program into passes, one for a reduction and one for the result.
 
     What takes many instructions and is needed again, an exponential or a sum of operands, is computed by the first
     pass that needs it, and waits in the result's row.
-
-    Parameters
-    ----------
-    varying : frozenset of int
-        The operands that run along a row; others have one value for all of it.
-    may_keep : bool
-        Whether the result's row can hold a value as exact as it is computed.
-    in_place : int, optional
-        The operand that the result's row holds when the kernel starts.
-    reciprocals : bool
-        Whether a quotient by a softmax's sum is a product with its reciprocal, which costs one more rounding.
     """
     return _Planner(program, varying, may_keep, in_place, reciprocals).plan()
 

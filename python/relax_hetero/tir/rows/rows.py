@@ -73,12 +73,8 @@ def phase_code(
 ) -> RowSpec:
     """The code of a row phase on a product's result, in place.
 
-    Parameters
-    ----------
-    phase_operands, result : OperandView
-        Open views of the phase's operands, and of the result with the product's rows.
-    n : int or PrimExpr
-        Elements of a row.
+    `phase_operands`, `result`: open views of the phase's operands, and of the result with the product's rows. `n`:
+    elements of a row.
     """
     operands = [*phase_operands[: phase.product], result, *phase_operands[phase.product :]]
     varying = frozenset(i for i, view in enumerate(operands) if view.runs_along("n"))

@@ -24,8 +24,7 @@ from ..command import command, json_option
 from .packages import Finding, State, extra_findings, package_findings, versions
 
 _DRIVER_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
-SELF_TEST_TIMEOUT_SECONDS = 120.0
-"""Timeout of the self-test, which takes about five seconds on an idle machine."""
+SELF_TEST_TIMEOUT_SECONDS = 120.0  # timeout of the self-test, which takes about five seconds on an idle machine
 _SELF_TEST_MODULE = "relax_hetero.tools.installation.self_test"
 _INSTALL_CUDA = pip_install("cuda")
 _CACHE_VARIABLE = "RELAX_HETERO_CACHE"

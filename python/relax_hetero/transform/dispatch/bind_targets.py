@@ -49,10 +49,8 @@ def bind_targets(mod: tvm.IRModule) -> tvm.IRModule:
     if not vdevices:
         return mod
     binder = _Binder(mod, vdevices)
-    functions = dict(mod.functions.items())
-    for gv, func in relax_functions(mod):
-        functions[gv] = map_bindings(func, partial(binder.retarget, gv.name_hint))
-    functions.update(binder.functions)
+    retargeted = {gv: map_bindings(f, partial(binder.retarget, gv.name_hint)) for gv, f in relax_functions(mod)}
+    functions = {**mod.functions, **retargeted, **binder.functions}
     default = default_vdevice(vdevices).target
     for gv, func in functions.items():
         if isinstance(func, tirx.PrimFunc) and gv not in binder.functions and "target" not in func.attrs:

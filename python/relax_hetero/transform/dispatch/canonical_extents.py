@@ -102,9 +102,7 @@ def _widened(func: tirx.PrimFunc) -> tirx.PrimFunc:
         )
 
     def renamed(var: tvm.ir.Var) -> Any:
-        if var in sizes:
-            return tirx.Cast(str(var.ty.dtype), sizes[var])
-        return buffers.get(var, var)
+        return tirx.Cast(str(var.ty.dtype), sizes[var]) if var in sizes else buffers.get(var, var)
 
     params = [buffers.get(param, sizes.get(param, param)) for param in func.params]
     body = structural_map(func.body, (tvm.ir.Var, renamed))

@@ -150,8 +150,7 @@ class _Checker:
                 args[operand.number] = relax.Tuple(fields)
         if all(new.same_as(old) for new, old in zip(args, call.args, strict=True)):
             return binding
-        new_call = typed(with_args(call, args), call.ty)
-        return relax.VarBinding(binding.var, new_call, binding.span)
+        return relax.VarBinding(binding.var, typed(with_args(call, args), call.ty), binding.span)
 
     def _valid_value(
         self,
@@ -340,8 +339,7 @@ def _in_range(call: relax.Call, kernel: tirx.PrimFunc) -> list[_Operand]:
 
 def _each_axis(call: relax.Call) -> list[_Operand]:
     data, indices = call.args[:2]
-    fields = indices.ty.fields
-    return [operand for axis in range(len(fields)) for operand in _along(data, axis, 1, axis)]
+    return [operand for axis in range(len(indices.ty.fields)) for operand in _along(data, axis, 1, axis)]
 
 
 def _regions(call: relax.Call) -> list[_Operand]:

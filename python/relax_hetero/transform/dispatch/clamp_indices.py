@@ -133,8 +133,7 @@ class _Data:
 
     def store(self, store: tirx.BufferStore) -> tirx.Stmt:
         """Store only if the index is inside of the tensor."""
-        shape = store.buffer.ty.shape
-        pairs = list(zip(store.indices, shape, strict=False))
+        pairs = list(zip(store.indices, store.buffer.ty.shape, strict=False))
         dependent = [(index, extent) for index, extent in pairs if self.depends(index) and _lanes(index) == 1]
         if not dependent:
             return store

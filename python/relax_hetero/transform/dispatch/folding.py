@@ -20,8 +20,7 @@ from ..ir.kernels import tensor_bytes
 from ..ir.op_names import CALL_TIR_OPS
 from ..ir.rewriting import is_tensor_constant, op_name, tensor_types, typed
 
-_BARRIER = "relax.builtin.stop_lift_params"
-"""An op that FoldConstant does not evaluate."""
+_BARRIER = "relax.builtin.stop_lift_params"  # an op that FoldConstant does not evaluate
 
 
 def fold_constants(mod: tvm.IRModule) -> tvm.IRModule:

@@ -42,8 +42,7 @@ from ..ir.rewriting import (
 from ..placement.operands import same_devices, tensor_on
 from ..placement.ops import HOST_READS, callee_name
 
-Variables: TypeAlias = "Mapping[str, relax.Var]"
-"""Variables by name, before they lost their devices."""
+Variables: TypeAlias = "Mapping[str, relax.Var]"  # variables by name, before they lost their devices
 
 Location: TypeAlias = "relax.VDevice | tvm.ir.Type"
 """A device, or a type that has the devices of tensors."""
@@ -52,13 +51,8 @@ Location: TypeAlias = "relax.VDevice | tvm.ir.Type"
 def keep_devices(mod: tvm.IRModule, variables: Mapping[str, Variables] | None = None) -> tvm.IRModule:
     """Give every tensor its device again: see the module's docstring.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Result of stock passes on a placed module.
-    variables : mapping, optional
-        Function name to the variables before the passes, by names that are unique in it: they keep their types. A new
-        variable is on the device of its operands.
+    `mod`: result of stock passes on a placed module. `variables`: function name to the variables before the passes, by
+    names that are unique in it: they keep their types. A new variable is on the device of its operands.
     """
     vdevices = vdevices_of(mod)
     if not vdevices:

@@ -41,10 +41,7 @@ _KEPT_PREFIXES = ("relax.builtin.", "relax.memory.", "relax.vm.", "relax.inspect
 def legalize(mod: tvm.IRModule) -> tvm.IRModule:
     """Lower every op of a placed module to kernels, keeping each on its device.
 
-    Raises
-    ------
-    BuildError
-        An op has no kernel for its operands.
+    Raises BuildError if an op has no kernel for its operands.
     """
     mod, variables = with_unique_names(_simplified(mod))
     _check_types(mod, variables)
@@ -138,8 +135,7 @@ def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
         args = [_literal_shape(arg) for arg in value.args]
         if all(new is old for new, old in zip(args, value.args, strict=True)):
             return binding
-        call = typed(with_args(value, args), value.ty)
-        return relax.VarBinding(binding.var, call, binding.span)
+        return relax.VarBinding(binding.var, typed(with_args(value, args), value.ty), binding.span)
 
     return relax.transform.CanonicalizeBindings()(
         with_functions(mod, {gv: map_bindings(func, change) for gv, func in relax_functions(mod)})

@@ -122,8 +122,7 @@ def _converted(
             return relax.Tuple([convert(field) for field in arg.fields])
         return enter(arg) if _is_float8(arg.ty) else arg
 
-    args = [convert(arg) for arg in call.args]
-    inner = builder.normalize(with_args(call, args))
+    inner = builder.normalize(with_args(call, [convert(arg) for arg in call.args]))
     result = builder.emit(legalize(builder, inner))
     if isinstance(call.ty, tvm.ir.TupleType):
         results = (builder.emit(relax.TupleGetItem(result, index)) for index in range(len(call.ty.fields)))

@@ -170,8 +170,7 @@ def _extreme(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -
     return te.compute(reduced_shape(x.shape, axes, keepdims), element, name="extreme")
 
 
-_Located: TypeAlias = "tuple[te.Tensor, te.Tensor]"
-"""Index and value of an extreme element."""
+_Located: TypeAlias = "tuple[te.Tensor, te.Tensor]"  # index and value of an extreme element
 
 
 def _locate(x: te.Tensor, axis: int, keepdims: bool, largest: bool, index_type: str) -> _Located:

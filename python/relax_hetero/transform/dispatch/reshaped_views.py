@@ -25,14 +25,13 @@ from ..ir.blocks import Block, rewrite_function, same_extent
 from ..ir.kernels import OPS, called_prim_func
 from ..ir.op_names import CALL_TIR
 from ..ir.rewriting import (
-    copy_module,
-    global_vars_in,
     is_on_gpu,
     map_bindings,
     op_name,
     relax_functions,
     typed,
     with_functions,
+    without_unused_kernels,
 )
 
 
@@ -56,17 +55,9 @@ def _merged(sources: dict[relax.Var, relax.Expr], binding: relax.Binding) -> rel
 
 def with_views(mod: tvm.IRModule) -> tvm.IRModule:
     """Replace calls of kernels that only reshape by views, and remove the kernels that are unused then."""
-    functions = dict(mod.functions.items())
     viewer = _ViewRewriter(mod)
-    for gv, func in relax_functions(mod):
-        functions[gv] = rewrite_function(func, viewer.rewrite)
-    if not viewer.replaced:
-        return mod
-    used = {gv for func in functions.values() for gv in global_vars_in(func.body)}
-    for gv in viewer.replaced - used:
-        if "global_symbol" not in mod.functions[gv].attrs:
-            del functions[gv]
-    return copy_module(mod, functions)
+    rewritten = {gv: rewrite_function(func, viewer.rewrite) for gv, func in relax_functions(mod)}
+    return without_unused_kernels(with_functions(mod, rewritten), viewer.replaced) if viewer.replaced else mod
 
 
 class _ViewRewriter:

@@ -40,11 +40,12 @@ from ..ir.op_names import CALL_TIR
 from ..ir.rewriting import (
     copy_module,
     fresh_global_var,
-    global_vars_in,
     op_name,
     relax_functions,
     tensor_types,
     typed,
+    with_functions,
+    without_unused_kernels,
 )
 
 # Kernels of GPUs that take several launches become several kernels, with tensors between them.
@@ -68,15 +69,8 @@ def split_launches(mod: tvm.IRModule, kernels: set[tvm.ir.GlobalVar]) -> tvm.IRM
     splitter = _Splitter(mod, {gv: launches for gv, launches in launches_by_kernel.items() if launches})
     if not splitter.launches:
         return mod
-    functions = dict(mod.functions.items())
-    for gv, func in relax_functions(mod):
-        functions[gv] = rewrite_function(func, splitter.rewrite)
-    functions.update(splitter.functions)
-    used = {gv for func in functions.values() if isinstance(func, relax.Function) for gv in global_vars_in(func)}
-    for gv in splitter.launches:
-        if gv not in used and "global_symbol" not in mod.functions[gv].attrs:
-            del functions[gv]
-    return copy_module(mod, functions)
+    rewritten = {gv: rewrite_function(func, splitter.rewrite) for gv, func in relax_functions(mod)}
+    return without_unused_kernels(with_functions(mod, {**rewritten, **splitter.functions}), splitter.launches)
 
 
 class _Splitter:
@@ -127,8 +121,7 @@ class _Splitter:
             operands = [values[var] for var in (*launch.reads, *launch.updates)]
             written_types = [*(values[buffer].ty for buffer in launch.updates), *written_types]
             if launch.updates:
-                first = len(launch.reads)
-                inplace_indices = [*range(first, len(operands)), *[-1] * len(launch.writes)]
+                inplace_indices = [*range(len(launch.reads), len(operands)), *[-1] * len(launch.writes)]
                 new = relax.call_tir_inplace(name, relax.Tuple(operands), inplace_indices, written_types)
             else:
                 new = relax.call_tir(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, TypeAlias
 
 import tvm
@@ -92,8 +93,7 @@ def _sorted(
 ) -> relax.Expr:
     """The first `count` elements of each sorted line, all by default; the call itself if its length is symbolic."""
     data = call.args[0]
-    symbols = Symbols()
-    shape = tuple(map(symbols.dim, data.ty.shape.values))
+    shape = tuple(map(Symbols().dim, data.ty.shape.values))
     axis = int(call.attrs.axis) % len(shape)
     length = shape[axis]
     count = length if count is None else plain_extent(count)
@@ -108,12 +108,7 @@ def sorted_lines(
 ) -> relax.Call:
     """Emit the kernels of a sort but the last, and return the call of that.
 
-    Parameters
-    ----------
-    ty : Type
-        Type of the result, or results.
-    name : str
-        Name of the kernels.
+    `ty`: type of the result, or results. `name`: name of the kernels.
     """
     others = [extent for axis, extent in enumerate(data.ty.shape.values) if axis != problem.axis]
     pairs: list[relax.Expr] = []
@@ -135,9 +130,7 @@ def _scan(kind: str, builder: relax.BlockBuilder, call: relax.Call) -> relax.Exp
     data, axis = call.args[0], call.attrs.axis
     rank = int(data.ty.ndim)
     if axis is None and rank != 1:
-        size = tvm.tirx.IntImm("int64", 1)
-        for extent in data.ty.shape.values:
-            size = size * extent
+        size = prod(data.ty.shape.values, start=tvm.tirx.IntImm("int64", 1))
         data = builder.emit(relax.op.reshape(data, [size]))
         axis, rank = 0, 1
     symbols = Symbols()

@@ -24,17 +24,8 @@ from .encoded_convolutions import CONV_OPS
 def with_accuracy(mod: tvm.IRModule, accuracy: Any, user: str) -> tvm.IRModule:
     """The module with the accuracy of its convolutions as an attribute; the same module for the default.
 
-    Parameters
-    ----------
-    accuracy : str or mapping of str to str
-        Accuracy of all convolutions, or by patterns of variable names with ``*``; the last match takes precedence.
-    user : str
-        Function that takes the argument, for messages.
-
-    Raises
-    ------
-    BuildError
-        For an unknown accuracy.
+    `accuracy`: accuracy of all convolutions, or by patterns of variable names with ``*``; the last match takes
+    precedence. `user`: function that takes the argument, for messages. Raises BuildError for an unknown accuracy.
     """
     pairs = list(accuracy.items()) if isinstance(accuracy, Mapping) else [("*", accuracy)]
     for name, value in pairs:
@@ -49,10 +40,7 @@ def with_accuracy(mod: tvm.IRModule, accuracy: Any, user: str) -> tvm.IRModule:
 class Accuracies:
     """The accuracy of each convolution of a module.
 
-    Raises
-    ------
-    BuildError
-        For a pattern that matches no convolution; the message lists near names.
+    Raises BuildError for a pattern that matches no convolution; the message lists near names.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:

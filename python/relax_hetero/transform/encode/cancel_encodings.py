@@ -24,18 +24,12 @@ def stock_product(encoding: Encoding, operands: Sequence[relax.Expr], out: Repla
     return (stock_matmul if encoding.conv is None else stock_convolution)(encoding, operands, out)
 
 
-def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
-    """Bindings that compute `out.var` as the product of plain operands.
-
-    Parameters
-    ----------
-    encoding : Encoding
-        Encoding of the op.
-    operands : sequence of relax.Expr
-        lhs, rhs and perhaps the initial accumulator.
-    out : Replacement
-        Writer of the bindings.
-    """
+def stock_matmul(
+    encoding: Encoding,  # encoding of the op
+    operands: Sequence[relax.Expr],  # lhs, rhs and perhaps the initial accumulator
+    out: Replacement,  # writer of the bindings
+) -> list[relax.Binding]:
+    """Bindings that compute `out.var` as the product of plain operands."""
     vdevice = out.var.ty.vdevice
     batch = encoding.batch_dims
     lhs = _operand(encoding.of(LHS), operands[LHS], (*batch, "m", "k"), out)

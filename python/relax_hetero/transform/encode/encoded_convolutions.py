@@ -52,28 +52,16 @@ class _Refused(Exception):
 
 
 def emit_convolution(
-    writer: ProductWriter, binding: relax.VarBinding, function: str, tf32: bool = False, accuracy: str = DEFAULT
+    writer: ProductWriter,  # collector of the bindings
+    binding: relax.VarBinding,  # any binding
+    function: str,  # name of the function, for missed-optimization remarks
+    tf32: bool = False,  # whether operands of float32 may be rounded to 10 bits of fraction
+    accuracy: str = DEFAULT,  # one of `ACCURACIES`
 ) -> bool:
     """Write a stock convolution on encoded operands.
 
-    Parameters
-    ----------
-    writer : ProductWriter
-        Collector of the bindings.
-    binding : relax.VarBinding
-        Any binding.
-    function : str
-        Name of the function, for missed-optimization remarks.
-    tf32 : bool
-        Whether operands of float32 may be rounded to 10 bits of fraction.
-    accuracy : str
-        One of `ACCURACIES`.
-
-    Returns
-    -------
-    bool
-        Whether it was written: the binding is a convolution of floats, of halves into float32, or of bytes and int8
-        into int32, without tiles in its layouts, whose sizes provably fit.
+    Returns whether it was written: the binding is a convolution of floats, of halves into float32, or of bytes and int8
+    into int32, without tiles in its layouts, whose sizes provably fit.
     """
     spatial = CONV_OPS.get(op_name(binding.value) or "")
     if spatial is None:

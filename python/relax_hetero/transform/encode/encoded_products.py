@@ -62,8 +62,7 @@ class ProductWriter(Emitter):
         """Bind the value of the last binding, which is `result`, to the product's original variable `var` instead."""
         if len(shape_of(result) or []) > len(shape_of(var) or []):
             result = self.reshape(result, shape_of(var) or [], var.name)
-        last = self.bindings.pop()
-        self.bind(var, last.value)
+        self.bind(var, self.bindings.pop().value)
 
     def encode(self, x: relax.Expr, encoding: Encoding, name: str) -> relax.Var:
         """Encode `x`; the same operand and encoding give the same variable."""
@@ -96,23 +95,15 @@ def with_one_k(lhs: Sequence[Any], rhs: Sequence[Any]) -> tuple[list[Any], list[
 
 
 def product_encoding(
-    lhs: Sequence[Any], rhs: Sequence[Any], element_types: tuple[str, str, str], index: int = RESULT
+    # lhs, rhs: shapes of at least two dimensions; leading ones broadcast.
+    lhs: Sequence[Any],
+    rhs: Sequence[Any],
+    element_types: tuple[str, str, str],  # element types of left operand, right operand, accumulator
+    index: int = RESULT,  # operand index of the encoding
 ) -> Encoding | None:
     """The encoding of a product of tensors of these shapes, by numpy's rules for two and more dimensions.
 
-    Parameters
-    ----------
-    lhs, rhs : sequence of PrimExpr
-        Shapes of at least two dimensions; leading ones broadcast.
-    element_types : tuple of str
-        Element types of left operand, right operand, accumulator.
-    index : int
-        Operand index of the encoding.
-
-    Returns
-    -------
-    Encoding or None
-        Encoding; None if extents that must be equal are not provably equal.
+    Returns the encoding; None if extents that must be equal are not provably equal.
     """
     if not same_extent(lhs[-1], rhs[-2]):
         return None

@@ -86,13 +86,7 @@ class StoredRows:
 
 
 def extents_of(ty: relax.TensorType) -> list[tvm.tirx.PrimExpr]:
-    """Extents of a tensor type.
-
-    Raises
-    ------
-    EncodingError
-        If the type lacks extents.
-    """
+    """Extents of a tensor type. Raises EncodingError if the type lacks extents."""
     if ty.shape is None or not isinstance(ty.shape, relax.ShapeExpr):
         raise EncodingError(f"an encoded op on a {ty}: found no shape, expected extents (also symbolic ones)")
     return ty.shape.values[:]

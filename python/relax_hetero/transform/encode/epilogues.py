@@ -121,12 +121,7 @@ class RowPhases:
 def find_row_phases(func: relax.Function, fused: set[relax.Var]) -> RowPhases:
     """Find row programs with an operand that is the row-major result of a product and has no other use.
 
-    Parameters
-    ----------
-    func : relax.Function
-        Function with layouts.
-    fused : set of relax.Var
-        Variables that exist only inside kernels of products (`fused_variables`).
+    `func`: function with layouts. `fused`: variables that exist only inside kernels of products (`fused_variables`).
     """
     phases = RowPhases({}, set(), set())
     users = user_counts(func)

@@ -62,30 +62,17 @@ def product_problem(
 
 
 def matmul_problem(
-    encoding: Encoding,
+    encoding: Encoding,  # encoding of the op
     lhs: Stored,
     rhs: Stored,
     result: Stored,
-    init: Stored | None = None,
-    expression: Expression | None = None,
+    init: Stored | None = None,  # initial accumulator, broadcast against the result
+    expression: Expression | None = None,  # epilogue, with the accumulator as ``x0``
+    # Operands x1, x2, ... of the epilogue, broadcast against the result.
     epilogue_operands: Sequence[Stored] = (),
-    rows: StoredRows | None = None,
+    rows: StoredRows | None = None,  # row phase
 ) -> MatmulProblem:
-    """The problem of a product of encoded tensors.
-
-    Parameters
-    ----------
-    encoding : Encoding
-        Encoding of the op.
-    init : Stored, optional
-        Initial accumulator, broadcast against the result.
-    expression : Expression, optional
-        Epilogue, with the accumulator as ``x0``.
-    epilogue_operands : sequence of Stored
-        Operands x1, x2, ... of the epilogue, broadcast against the result.
-    rows : StoredRows, optional
-        Row phase.
-    """
+    """The problem of a product of encoded tensors."""
     symbols = Symbols()
     maps = encoding.index_maps
     operands = [s.operand(symbols, maps[i]) for s, i in ((lhs, LHS), (rhs, RHS))]
@@ -149,12 +136,7 @@ def _broadcast_map(stored: Stored, result: Stored, names: IndexMap) -> IndexMap:
 def rows_problem(program: RowProgram, operands: Sequence[Stored], result: Stored) -> RowsProblem:
     """The problem of `R.hetero.rows`, whose operands broadcast together.
 
-    Parameters
-    ----------
-    operands : sequence of Stored
-        Plain tensors.
-    result : Stored
-        Plain tensor; its last extent is 1 if the result does not vary along a row.
+    `operands`: plain tensors. `result`: plain tensor; its last extent is 1 if the result does not vary along a row.
     """
     symbols = Symbols()
     rank = len(extents_of(result.ty))

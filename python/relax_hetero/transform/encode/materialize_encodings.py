@@ -126,8 +126,7 @@ class _Materializer:
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.fields:
             return self.merges.alias(binding.var, self.fields[value.tuple_value][int(value.index)])
         if op_name(value) == TRANSFER and value.args[0] in self.stored:
-            stored = self.stored[value.args[0]]
-            copy = Stored(binding.var.ty, stored.layout)
+            copy = Stored(binding.var.ty, self.stored[value.args[0]].layout)
             transfer = relax.op.to_vdevice(self.merges.resolve(value.args[0]), binding.var.ty.vdevice)
             return self._bind(binding, typed(transfer, physical_type(copy)), copy)
         return binding
@@ -251,8 +250,7 @@ class _Materializer:
         kernel, scratch = self.kernels.cached_attention(call, out, op_text)
         types = [out, pages] if scratch is None else [out, pages, scratch]
         operands = relax.Tuple([self.merges.resolve(arg) for arg in call.args])
-        inplace_indices = [-1, PAGES, -1][: len(types)]
-        value = relax.call_tir_inplace(kernel, operands, inplace_indices, types)
+        value = relax.call_tir_inplace(kernel, operands, [-1, PAGES, -1][: len(types)], types)
         value = typed(value, tvm.ir.TupleType(types))
         if scratch is None:
             return [relax.VarBinding(var, value, binding.span)]

@@ -15,32 +15,20 @@ A decode step is bound by memory, and each launch costs the time from its begin 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
-import tvm
 from tvm import relax
 
 from ...encoding.expression import Expression
 from ...encoding.problem import Epilogue, MatmulProblem
 from ..ir.op_names import CALL_TIR
 from ..ir.rewriting import map_bindings, op_name, typed, walk_scopes
+from .encoding_kernels import EncodingKernels
 from .epilogues import may_write, user_counts
 
-_NUM_FACTORS = 2
-"""Number of the first operand of an epilogue among those of a kernel."""
+_NUM_FACTORS = 2  # number of the first operand of an epilogue among those of a kernel
 
 
-class PairKernels(Protocol):
-    """Kernels of the module's products."""
-
-    def product_of(self, kernel: tvm.ir.GlobalVar) -> MatmulProblem | None:
-        """The problem of a product's kernel; None for any other kernel."""
-
-    def pair(self, kernel: tvm.ir.GlobalVar, problem: MatmulProblem) -> tvm.ir.GlobalVar | None:
-        """The kernel of the product of `kernel` and a second one; None if its device has none."""
-
-
-def pair_products(func: relax.Function, kernels: PairKernels) -> relax.Function:
+def pair_products(func: relax.Function, kernels: EncodingKernels) -> relax.Function:
     """Return a function whose products also compute another one of the same rows that only they read, if they can."""
     users = user_counts(func)
     changed: dict[relax.Var, relax.Expr] = {}
@@ -80,7 +68,7 @@ def _paired(
     call: relax.Call,
     problem: MatmulProblem,
     number: int,
-    kernels: PairKernels,
+    kernels: EncodingKernels,
 ) -> relax.Call | None:
     """A call of one kernel for `call` and the product that is operand `number` of its epilogue."""
     (lhs, weight, *others), (first_lhs, first_weight, *of_first) = (each.args[1].fields for each in (call, first))

@@ -204,42 +204,28 @@ class Region:
 
 
 class _RegionBuilder:
-    """Builder of the region of a root.
-
-    Parameters
-    ----------
-    root : relax.Var
-        Result of an `unset_encoding`.
-    bindings_in_regions : set of int
-        Indices of the bindings that belong to other regions.
-    readers : dict of relax.Var to list of int
-        Indices of the ends of other regions by their operands, which need not be operands of the block's ops.
-
-    Attributes
-    ----------
-    expressions : dict
-        Variable of the region -> expression over the root and the operands.
-    num_terms : dict
-        Variable -> number of terms of the expression that the kernel of the product computes for it.
-    shapes, orders : dict
-        Variable -> its shape, and the permutation of the root's dimensions that gives its own; None without one.
-    negative_tests : dict
-        Variable of a comparison ``x < 0`` -> expression of x.
-    operands : list of RegionOperand
-        Operands so far.
-    """
+    """Builder of the region of a root."""
 
     def __init__(
-        self, block: Block, root: relax.Var, bindings_in_regions: set[int], readers: dict[relax.Var, list[int]]
+        self,
+        block: Block,
+        root: relax.Var,  # result of an `unset_encoding`
+        bindings_in_regions: set[int],  # indices of the bindings that belong to other regions
+        # Indices of the ends of other regions by their operands, which need not be operands of the block's ops.
+        readers: dict[relax.Var, list[int]],
     ) -> None:
         self.block, self.root, self.bindings_in_regions, self.readers = block, root, bindings_in_regions, readers
         self.shape = shape_of(root) or []
+        # Variable of the region -> expression over the root and the operands.
         self.expressions = {root: Expression.operand(0)}
+        # Variable -> number of terms of the expression that the kernel of the product computes for it.
         self.num_terms = {root: _num_fused_terms(block, block.definition(root))}
+        # shapes, orders: variable -> its shape, and the permutation of the root's dimensions that gives its own; None
+        # without one.
         self.shapes = {root: self.shape}
         self.orders: dict[relax.Var, tuple[int, ...] | None] = {root: None}
-        self.negative_tests: dict[relax.Var, Expression] = {}
-        self.operands: list[RegionOperand] = []
+        self.negative_tests: dict[relax.Var, Expression] = {}  # variable of a comparison ``x < 0`` -> expression of x
+        self.operands: list[RegionOperand] = []  # operands so far
 
     def region(self) -> Region | None:
         """The largest region; None if it would be empty."""

@@ -33,23 +33,14 @@ _ACCUMULATOR = "int32"
 
 
 def emit_quantized_product(
-    writer: ProductWriter, binding: relax.VarBinding, block: Block, constants: dict[Any, relax.Expr]
+    writer: ProductWriter,
+    binding: relax.VarBinding,  # binding of an R.matmul
+    block: Block,  # block that contains the binding
+    constants: dict[Any, relax.Expr],  # signed constants so far, so that shared constants stay shared
 ) -> bool:
     """Write an integer product in place of ``R.matmul``, if its operands are 8-bit integers.
 
-    Parameters
-    ----------
-    binding : relax.VarBinding
-        Binding of an R.matmul.
-    block : Block
-        Block that contains the binding.
-    constants : dict
-        Signed constants so far, so that shared constants stay shared.
-
-    Returns
-    -------
-    bool
-        False, with nothing written, unless the operands are 8-bit integers.
+    Returns False, with nothing written, unless the operands are 8-bit integers.
     """
     var = binding.var
     lhs, rhs = (read_quantized(binding.value.args[index], index, block) for index in (LHS, RHS))

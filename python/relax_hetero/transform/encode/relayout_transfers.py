@@ -25,8 +25,7 @@ GPU_BYTES_PER_SECOND = 1000e9
 VECTOR_BYTES_PER_SECOND = 20e9
 SCALAR_BYTES_PER_SECOND = 1e9
 LINK_BYTES_PER_SECOND = 20e9
-_SYMBOLIC_EXTENT = 128
-"""Assumed extent of a symbolic dimension, where the bytes of two layouts are compared."""
+_SYMBOLIC_EXTENT = 128  # assumed extent of a symbolic dimension, where the bytes of two layouts are compared
 
 
 @dataclass(frozen=True)

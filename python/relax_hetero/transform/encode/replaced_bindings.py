@@ -18,12 +18,8 @@ from ..ir.rewriting import BindingMap, map_bindings, typed, walk_bindings, walk_
 class Replacement:
     """Collector of the bindings that replace the binding of `var`.
 
-    Parameters
-    ----------
-    var : relax.Var
-        Variable whose name, with a suffix, temporaries get.
-    is_local : bool
-        Whether the binding is in a dataflow block, where temporaries are DataflowVars.
+    `var`: variable whose name, with a suffix, temporaries get. `is_local`: whether the binding is in a dataflow block,
+    where temporaries are DataflowVars.
     """
 
     def __init__(self, var: relax.Var, is_local: bool) -> None:

@@ -73,31 +73,20 @@ from .quantized_products import emit_quantized_product, emitted_parameter, fits_
 # separate op pads them first, with the zero point. Weights become signed as in products (`signed_constant`).
 
 _INT_ACCUMULATOR = "int32"
-_OUTPUT_CHANNEL_AXIS = 0
-"""Axis of a weight along which its zero points and scales may vary."""
+_OUTPUT_CHANNEL_AXIS = 0  # axis of a weight along which its zero points and scales may vary
 
 
 def emit_quantized_convolution(
-    writer: ProductWriter, binding: relax.VarBinding, block: Block, constants: dict[Any, relax.Expr], function: str
+    writer: ProductWriter,
+    binding: relax.VarBinding,  # any binding
+    block: Block,  # block that contains the binding
+    constants: dict[Any, relax.Expr],  # cache of signed constants, so that shared constants stay shared
+    function: str,  # name of the function, for missed-optimization remarks
 ) -> bool:
     """Write an integer convolution in place of one with wider types, if its operands are 8-bit integers.
 
-    Parameters
-    ----------
-    binding : relax.VarBinding
-        Any binding.
-    block : Block
-        Block that contains the binding.
-    constants : dict
-        Cache of signed constants, so that shared constants stay shared.
-    function : str
-        Name of the function, for missed-optimization remarks.
-
-    Returns
-    -------
-    bool
-        False, with nothing written, unless it is a convolution of 8-bit integers with channels first, weights that are
-        constant or signed, and data with one zero point and one scale.
+    Returns False, with nothing written, unless it is a convolution of 8-bit integers with channels first, weights that
+    are constant or signed, and data with one zero point and one scale.
     """
     if op_name(binding.value) not in CONV_OPS:
         return False

@@ -282,15 +282,8 @@ class Layouts:
     def layout(self, encoding: Encoding, target: tvm.target.Target, var_text: str) -> PackedLayout | None:
         """The layout of an operand; None if its product lacks layouts on this target.
 
-        Parameters
-        ----------
-        var_text : str
-            Variable, for messages.
-
-        Raises
-        ------
-        EncodingError
-            If the resolver raises, or returns an object that is not a layout of the operand's rank.
+        `var_text`: variable, for messages. Raises EncodingError if the resolver raises, or returns an object that is
+        not a layout of the operand's rank.
         """
         layouts = self._layouts(encoding, target, var_text)
         return None if isinstance(layouts, str) else layouts[encoding.operand_index]

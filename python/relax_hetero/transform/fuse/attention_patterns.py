@@ -39,8 +39,7 @@ from .attention_views import HeadsTrace, followed, regrouped, repeated_heads, ro
 #
 # The kernel then skips the keys that no query of a tile sees, half of the work.
 
-HIDDEN = -1e30
-"""Maximum score of a hidden key: masks are filled with such numbers, whose softmax is 0."""
+HIDDEN = -1e30  # maximum score of a hidden key: masks are filled with such numbers, whose softmax is 0
 
 
 def without_triangle(
@@ -125,8 +124,7 @@ def _without_mask(term: Term, mask: int, is_condition: bool) -> Term | None:
 _SOFTMAX, _MATMUL = "relax.nn.softmax", "relax.matmul"
 ATTENTION_OPS = ("relax.nn.attention", "relax.nn.attention_bias")
 _CAUSAL = {None: "", "TopLeft": "top_left", "BottomRight": "bottom_right"}
-TYPES = ("float32", *HALF_TYPES)
-"""Element types of operands and result; scores are float32."""
+TYPES = ("float32", *HALF_TYPES)  # element types of operands and result; scores are float32
 
 
 class NoAttention(Exception):
@@ -193,7 +191,7 @@ def _match(
     if types[0] not in TYPES or set(types[:3]) != {types[0]} or not set(types[3:]) <= score_types:
         raise NoAttention(f"found element types {types}, expected operands of one of {TYPES} and float32 scores")
     batch_sizes = _batch(block, shape, (query, transposed, value), second.var)
-    if any(not _same_batch(extents, shape) for extents in shapes if extents is not None):
+    if any(not same_shape(extents[:-2], shape[:-2]) for extents in shapes if extents is not None):
         raise NoAttention("operands whose batch dimensions broadcast")
     sizes = {**batch_sizes, "m": shape[-2], "n": shape[-1], "d": shapes[0][-1], "e": shapes[2][-1]}  # type: ignore[index]
     batch_dims = _batch_dims(shape, sizes)
@@ -266,9 +264,7 @@ def _batch(block: Block, shape: list[Any], operands: tuple[relax.Expr, ...], res
             sizes = {"b": source[0], "h": source[1]}
             if regrouped((("b", "h"),), shape[:1], sizes):
                 return sizes
-    if isinstance(shape[0], tirx.IntImm):
-        return {"b": one, "h": shape[0]}
-    return {"b": shape[0], "h": one}
+    return {"b": one, "h": shape[0]} if isinstance(shape[0], tirx.IntImm) else {"b": shape[0], "h": one}
 
 
 def _batch_dims(shape: list[Any], sizes: dict[str, Any]) -> list[tuple[str, ...]] | None:
@@ -280,10 +276,6 @@ def _batch_dims(shape: list[Any], sizes: dict[str, Any]) -> list[tuple[str, ...]
     if is_one(sizes["h"]):
         return [("b",)]
     return [("h",)] if is_one(sizes["b"]) else [("b", "h")]
-
-
-def _same_batch(batch: list[Any], shape: list[Any]) -> bool:
-    return same_shape(batch[:-2], shape[:-2])
 
 
 def _shared_heads(

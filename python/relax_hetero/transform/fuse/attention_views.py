@@ -72,9 +72,7 @@ def _source(block: Block, view: HeadsTrace, sizes: Mapping[str, Any]) -> HeadsTr
     if isinstance(call, relax.TupleGetItem):
         return _split(block, view, call)
     trace_back = _TRACE_BACK.get(op_name(call) or "")
-    if trace_back is None or shape_of(call.args[0]) is None:
-        return None
-    return trace_back(view, call, sizes)
+    return None if trace_back is None or shape_of(call.args[0]) is None else trace_back(view, call, sizes)
 
 
 def _permuted(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace:

@@ -23,8 +23,7 @@ from ..ir.op_names import CAST, RESHAPE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
 
-_MAX_JOINED_OPS = 8
-"""Maximum number of elementwise ops whose values join in one."""
+_MAX_JOINED_OPS = 8  # maximum number of elementwise ops whose values join in one
 
 
 @dataclass

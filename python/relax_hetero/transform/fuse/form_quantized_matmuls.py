@@ -265,8 +265,7 @@ def _write_integers(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
     emitter.emit_as(var, relax.op.multiply(shifted, by_block(scales)))
 
 
-_MAX_OPS = 32
-"""Maximum number of elementwise ops that are fused into a product."""
+_MAX_OPS = 32  # maximum number of elementwise ops that are fused into a product
 
 
 def form_quantized_matmuls(mod: tvm.IRModule) -> tvm.IRModule:

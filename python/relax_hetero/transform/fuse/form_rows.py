@@ -27,6 +27,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import tvm
@@ -191,10 +192,8 @@ FULL, ROW, FLAT = "full", "row", "flat"
 """Forms of values in a region: complete rows; one value for each row, with extents of 1 for its axes or without."""
 
 _VIEWS = (RESHAPE, "relax.expand_dims", "relax.squeeze", "relax.broadcast_to")
-_FIRST_REDUCTION = 1 << 20
-"""Operand index of the first reduction in terms."""
-_MAX_TERMS = 400
-"""Maximum number of terms in the text of a program, which repeats a term for each use."""
+_FIRST_REDUCTION = 1 << 20  # operand index of the first reduction in terms
+_MAX_TERMS = 400  # maximum number of terms in the text of a program, which repeats a term for each use
 
 
 @dataclass(frozen=True)
@@ -368,9 +367,7 @@ class _RegionBuilder:
         return None
 
     def _length(self) -> Any:
-        length: Any = 1
-        for extent in self.shape[len(self.outer) :]:
-            length = length * extent
+        length: Any = prod(self.shape[len(self.outer) :])
         return length if isinstance(length, tirx.Expr) else tirx.IntImm("int64", length)
 
     def _is_on_device(self, tensor: relax.Expr) -> bool:
@@ -455,8 +452,7 @@ def _operand(index: int) -> Term:
     return Term("operand", (), (index,))
 
 
-MIN_COLUMNS = 4
-"""Minimum length of rows: shorter rows would mostly fill vectors with padding."""
+MIN_COLUMNS = 4  # minimum length of rows: shorter rows would mostly fill vectors with padding
 
 
 def form_rows(mod: tvm.IRModule) -> tvm.IRModule:
@@ -525,9 +521,7 @@ def _unsupported_reason(op: RowOp, var: relax.Var) -> str | None:
     shape = shape_of(op.call.args[0])
     if shape is None or shape_of(var) is None:
         return "its shape is not known"
-    length = 1
-    for extent in shape[len(shape) - op.axes :]:
-        length = length * extent
+    length = prod(shape[len(shape) - op.axes :])
     if isinstance(length, tirx.IntImm) and int(length) < MIN_COLUMNS:
         return f"its rows have {int(length)} elements, expected {MIN_COLUMNS} or more"
     if any(isinstance(extent, tirx.IntImm) and int(extent) == 0 for extent in shape):

@@ -30,6 +30,13 @@ def inverse(axes: Axes) -> Axes:
     return tuple(result)
 
 
+def axes_of(attribute: Any, rank: int) -> list[int]:
+    """The axes of an op's attribute: a number, a list, or None for all."""
+    if attribute is None:
+        return list(range(rank))
+    return [int(axis) % rank for axis in ([attribute] if isinstance(attribute, (int, tirx.IntImm)) else attribute)]
+
+
 def compose(first: Axes, second: Axes) -> Axes:
     """``permute_dims(permute_dims(x, first), second)`` as one permutation of x."""
     return tuple(first[axis] for axis in second)

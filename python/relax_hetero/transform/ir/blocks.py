@@ -11,6 +11,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, s_tir, tirx
 
+from ...op.definition import is_one
 from ...tir.core.raw_kernel import in_root_block
 from ...tir.core.walks import replaced
 from .op_names import IN_PLACE
@@ -138,12 +139,8 @@ def with_regions(
 ) -> list[relax.Binding] | None:
     """The block's bindings with regions rewritten; None if there is no region.
 
-    Parameters
-    ----------
-    regions : mapping
-        Regions by the index of their last binding.
-    write : Callable
-        Emits a region's new bindings; the last one binds the variable that it gets.
+    `regions`: regions by the index of their last binding. `write`: emits a region's new bindings; the last one binds
+    the variable that it gets.
     """
     if not regions:
         return None
@@ -263,11 +260,6 @@ def same_extent(a: Any, b: Any) -> bool:
     if isinstance(a, tvm.tirx.IntImm) and isinstance(b, tvm.tirx.IntImm):
         return int(a) == int(b)
     return bool(a is b or tvm_ffi.structural_equal(a, b) or tvm.sym.Analyzer().can_prove_equal(a, b))
-
-
-def is_one(extent: Any) -> bool:
-    """Return whether an extent is the number 1."""
-    return isinstance(extent, (int, tvm.tirx.IntImm)) and int(extent) == 1
 
 
 def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:

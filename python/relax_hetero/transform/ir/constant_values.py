@@ -32,10 +32,8 @@ _HALVES = ("float16", "bfloat16")
 _MAX_SMALL_ELEMENTS = 1 << 16
 """Elements up to which every constant expression is folded; larger ones only if a convolution has them as weights."""
 
-_MAX_GROWTH = 64
-"""Ratio of the bytes of a folded result to those of its constants."""
-_MAX_UNCHECKED_BYTES = 16 << 20
-"""Bytes of results whose growth is not limited."""
+_MAX_GROWTH = 64  # ratio of the bytes of a folded result to those of its constants
+_MAX_UNCHECKED_BYTES = 16 << 20  # bytes of results whose growth is not limited
 
 
 def exceeds_growth_limit(nbytes: int, origin: int) -> bool:

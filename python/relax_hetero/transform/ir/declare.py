@@ -60,26 +60,17 @@ _DECLARED: dict[str, PassDeclaration] = {}
 
 
 def declare_pass(
+    # The constructor's name. The text of `work`'s module begins with it and a colon.
     name: str,
+    # Takes a module and the options, returns a module: the same object where nothing changes. The sections "Parameters"
+    # and "Raises" of its docstring become those of the constructor.
     work: Callable[Concatenate[tvm.IRModule, _Options], tvm.IRModule],
+    # Takes the options when the constructor is called, and raises if they are invalid.
     check: Callable[_Options, None] | None = None,
 ) -> Callable[_Options, tvm.transform.Pass]:
     """Declare a pass, and return its constructor (`relax_hetero.transform.passes` lists it from now on).
 
-    Parameters
-    ----------
-    name : str
-        The constructor's name. The text of `work`'s module begins with it and a colon.
-    work : callable
-        Takes a module and the options, returns a module: the same object where nothing changes. The sections
-        "Parameters" and "Raises" of its docstring become those of the constructor.
-    check : callable, optional
-        Takes the options when the constructor is called, and raises if they are invalid.
-
-    Returns
-    -------
-    callable
-        Constructor with the options of `work` as its signature.
+    Returns the constructor with the options of `work` as its signature.
     """
     _, *options = inspect.signature(work).parameters.values()
     signature = inspect.Signature(options, return_annotation="tvm.transform.Pass")

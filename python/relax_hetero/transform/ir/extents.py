@@ -30,8 +30,7 @@ class Symbols:
         """An extent of a problem: an int, or the name of a symbol."""
         if isinstance(extent, (int, tirx.IntImm)):
             return int(extent)
-        key = StructuralKey(extent)
-        return self._names.setdefault(key, f"s{len(self._names)}")
+        return self._names.setdefault(StructuralKey(extent), f"s{len(self._names)}")
 
 
 _INFIX: tuple[tuple[type[Any], str], ...] = (

@@ -40,8 +40,7 @@ def with_fused_names(before: tvm.IRModule, after: tvm.IRModule) -> tuple[tvm.IRM
     for gv, func in relax_functions(after):
         if gv.name_hint in old:
             values = _Values(old[gv.name_hint])
-            names = values.names_in(func, after)
-            functions[gv] = replaced(func, names)
+            functions[gv] = replaced(func, values.names_in(func, after))
             inside.update(((gv.name_hint, name), within) for name, within in values.inside.items())
     return with_functions(after, functions), inside
 

@@ -101,10 +101,7 @@ def operations_of(func: tirx.PrimFunc) -> int:
 def precision_of(func: tirx.PrimFunc, arguments: Iterable[str] | None = None) -> str:
     """The element types of a kernel's products, as `encoding.arithmetic` writes them, else those of its arguments.
 
-    Parameters
-    ----------
-    arguments : iterable of str, optional
-        The element types of its tensors, if its parameters lack them.
+    `arguments`: the element types of its tensors, if its parameters lack them.
     """
     if arguments is None:
         arguments = (str(param.dtype) for param in func.params if is_buffer_var(param))
@@ -127,8 +124,5 @@ def tensor_bytes(extents: Iterable[int], dtype: Any) -> int:
 
 def bytes_of_extents(extents: Iterable[Any], dtype: Any) -> Any:
     """`tensor_bytes` of extents that are ints or expressions; an int if all are ints."""
-    count: Any = tensor_bytes((), dtype)
     # Numbers first: TVM folds a product by a known zero.
-    for extent in sorted(extents, key=lambda extent: not isinstance(extent, int)):
-        count = count * extent
-    return count
+    return prod(sorted(extents, key=lambda extent: not isinstance(extent, int)), start=tensor_bytes((), dtype))

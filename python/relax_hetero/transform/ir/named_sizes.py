@@ -23,11 +23,8 @@ from ...tir.core.walks import replaced
 from .requirements import DIVISIONS
 from .rewriting import relax_functions, walk_bindings, with_functions
 
-MAX_TERMS = 24
-"""Symbols, numbers and operations of a size; a longer expression gets a name."""
-
-SIZE = "relax_hetero.size"
-"""Packed function that returns its argument, a shape (`vm.device.builtins`)."""
+MAX_TERMS = 24  # symbols, numbers and operations of a size; a longer expression gets a name
+SIZE = "relax_hetero.size"  # packed function that returns its argument, a shape (`vm.device.builtins`)
 _OPERAND_FIELDS = ("a", "b", "condition", "true_value", "false_value", "value")
 
 

@@ -18,17 +18,13 @@ from .rewriting import handle, relax_functions, walk_scopes
 MAX_NESTED = 64
 """Depth of nested branches, functions, tuples and calls as operands. ONNX files are shallower: protobuf refuses a
 hundred nested messages, and a branch takes three."""
-MAX_NESTED_EXTENT = 1000
-"""Depth of nested sums and products in one extent."""
+MAX_NESTED_EXTENT = 1000  # depth of nested sums and products in one extent
 
 
 def check_nesting(mod: tvm.IRModule) -> None:
     """Refuse a module that nests too deep.
 
-    Raises
-    ------
-    BuildError
-        The nesting is too deep. Names the function and the variable.
+    Raises BuildError if the nesting is too deep. Names the function and the variable.
     """
     depths: dict[int, int] = {}
     for gv, func in relax_functions(mod):

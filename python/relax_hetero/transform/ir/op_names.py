@@ -15,8 +15,7 @@ CONCAT = "relax.concat"
 CALL_TIR_INPLACE = "relax.call_tir_inplace"
 CALL_TIR = "relax.call_tir"
 CALL_TIR_OPS = (CALL_TIR, CALL_TIR_INPLACE, "relax.call_tir_with_grad")
-IN_PLACE = ops_where(lambda traits: traits.writes)
-"""Ops that write to an operand."""
+IN_PLACE = ops_where(lambda traits: traits.writes)  # ops that write to an operand
 
 
 _OWN_PREFIXES = ("vm.", "relax.", "relax_hetero.", "runtime.")

@@ -21,30 +21,20 @@ from ...op.functions import apply_function
 from .blocks import broadcast, is_one, shape_of
 from .rewriting import op_name
 
-Emit = Callable[[relax.Expr, relax.TensorType], relax.Expr]
-"""Binds a value of a type to a variable, and returns that."""
+Emit = Callable[[relax.Expr, relax.TensorType], relax.Expr]  # binds a value of a type to a variable, and returns that
 
 _TERM_OF_OP = {f"relax.{function.op}": name for name, function in FUNCTIONS.items() if function.op}
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32")
-# x**2 and x**3 become products, which are exact; exporters write tanh-gelu with them.
-_MAX_POWER = 3
+_MAX_POWER = 3  # x**2 and x**3 become products, which are exact; exporters write tanh-gelu with them
 
 
 def to_expression(call: relax.Expr) -> tuple[Expression, list[relax.Expr]] | None:
     """An elementwise Relax op as an expression over the tensors it takes.
 
-    Parameters
-    ----------
-    call : relax.Expr
-        A call whose type is known.
-
-    Returns
-    -------
-    expression, operands
-        ``R.add(a, R.const(1.0))`` gives ``add(x0, 1.0)`` and ``[a]``; an operand that occurs twice is one operand.
-        None for other ops, and for element types that expressions do not support.
+    `call`: a call whose type is known. ``R.add(a, R.const(1.0))`` gives ``add(x0, 1.0)`` and ``[a]``; an operand that
+    occurs twice is one operand. None for other ops, and for element types that expressions do not support.
     """
     name = op_name(call)
     if name is None or not isinstance(call.ty, relax.TensorType):
@@ -70,23 +60,14 @@ def to_expression(call: relax.Expr) -> tuple[Expression, list[relax.Expr]] | Non
 
 
 def from_expression(
-    expression: Expression, operands: Sequence[relax.Expr], emit: Emit, vdevice: relax.VDevice | None = None
+    expression: Expression,
+    operands: Sequence[relax.Expr],  # plain tensors ``x0``, ``x1``, ...; they broadcast
+    emit: Emit,  # called with every op and its type
+    vdevice: relax.VDevice | None = None,  # device of all values; default: that of ``x0``
 ) -> relax.Expr:
     """Emit the Relax ops that compute an expression, one by one in order.
 
-    Parameters
-    ----------
-    operands : sequence of relax.Expr
-        Plain tensors ``x0``, ``x1``, ...; they broadcast.
-    emit : Callable
-        Called with every op and its type.
-    vdevice : VDevice, optional
-        Device of all values; default: that of ``x0``.
-
-    Returns
-    -------
-    relax.Expr
-        Result of `emit` for the last op, or an operand if the expression is one.
+    Returns the result of `emit` for the last op, or an operand if the expression is one.
     """
     vdevice = operands[0].ty.vdevice if vdevice is None and operands else vdevice
 

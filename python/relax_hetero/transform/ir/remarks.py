@@ -48,35 +48,20 @@ _SUFFIX = re.compile(
     r"encoded|plain|packed|scratch|rows|attended|whole|made|product|sum|own|shared|constant|taken|numbers|phases|wide"
     r"|part\d*|float\d+|bfloat16|int\d+|uint\d+|llvm|cuda|\d+"
 )
-# Default names of passes; the model may use the same ones for other values.
-_DEFAULT_NAME = re.compile(r"(lv|gv)\d*")
+_DEFAULT_NAME = re.compile(r"(lv|gv)\d*")  # default names of passes; the model may use the same ones for other values
 
 
 def kernel_nodes(
     mod: tvm.IRModule,
-    named: tuple[str, relax.Function],
-    graph: ModelGraph | None,
-    aliases: Mapping[str, Sequence[str]],
-    inside: Mapping[str, Sequence[str]],
+    named: tuple[str, relax.Function],  # a function with its name
+    graph: ModelGraph | None,  # graph of the placed module
+    aliases: Mapping[str, Sequence[str]],  # variable to the values that it aliases or concatenates
+    inside: Mapping[str, Sequence[str]],  # variable to the values that its fused kernel computes
 ) -> dict[relax.Var, tuple[int, ...]]:
     """The nodes of each kernel call of a function whose dispatches are formed.
 
-    Parameters
-    ----------
-    named : tuple of str and relax.Function
-        A function with its name.
-    graph : ModelGraph or None
-        Graph of the placed module.
-    aliases : mapping of str to sequence of str
-        Variable to the values that it aliases or concatenates.
-    inside : mapping of str to sequence of str
-        Variable to the values that its fused kernel computes.
-
-    Returns
-    -------
-    dict of relax.Var to tuple of int
-        Nodes by the variable of each kernel call. A node belongs to at most one kernel; kernels that only rearrange or
-        check values have none.
+    Returns the nodes by the variable of each kernel call. A node belongs to at most one kernel; kernels that only
+    rearrange or check values have none.
     """
     for function in graph.functions if graph is not None else ():
         if graph is not None and function.name == named[0]:
@@ -173,9 +158,8 @@ class _Kernels:
 
     def _assigned(self) -> dict[relax.Var, tuple[int, ...]]:
         """The nodes of each kernel: its heads, and their predecessors up to other heads, inputs and transfers."""
-        owners: dict[int, relax.Var] = {}
-        for var, heads in self._heads.items():  # if several kernels make one value, the last one owns it
-            owners.update((head, var) for head in heads if self._kinds[head] == OP)
+        # If several kernels make one value, the last one owns it.
+        owners = {head: var for var, heads in self._heads.items() for head in heads if self._kinds[head] == OP}
         nodes_by_kernel: dict[relax.Var, list[int]] = {var: [] for var in self._heads}
         for head, var in owners.items():
             nodes_by_kernel[var].append(head)
@@ -367,10 +351,7 @@ def record_merged(variable: str, members: Sequence[str]) -> None:
 def record_dispatches(mod: tvm.IRModule, inside: Mapping[tuple[str, str], Sequence[str]]) -> None:
     """Record the kernel calls of a module whose dispatches are formed.
 
-    Parameters
-    ----------
-    inside : mapping
-        Function and variable to the names of the values that its fused kernel computes.
+    `inside`: function and variable to the names of the values that its fused kernel computes.
     """
     if not is_collecting():
         return
@@ -398,8 +379,7 @@ def record_dispatches(mod: tvm.IRModule, inside: Mapping[tuple[str, str], Sequen
 
 # Operands and types of calls as text for messages.
 
-_MAX_LISTED = 6
-"""Operands, fields of a tuple, or extents in a message; longer lists are cut."""
+_MAX_LISTED = 6  # operands, fields of a tuple, or extents in a message; longer lists are cut
 
 
 def operand_text(arg: relax.Expr) -> str:

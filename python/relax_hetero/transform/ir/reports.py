@@ -157,8 +157,7 @@ class FusionReport(Report):
     missed: list[MissedFusion] = field(default_factory=list)
 
 
-Size = int | str
-"""Bytes: a number, or an expression of the symbolic extents it depends on."""
+Size = int | str  # bytes: a number, or an expression of the symbolic extents it depends on
 
 
 @dataclass(frozen=True, slots=True)

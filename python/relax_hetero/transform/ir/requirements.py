@@ -15,11 +15,8 @@ from ...op.require import is_requirement
 from ...tir.core.walks import nodes
 from .rewriting import tensor_types
 
-MAX_EXTENT = 2**62
-"""Upper bound of sizes for analyzers: more than any extent of a tensor."""
-
-DIVISIONS = (tirx.FloorDiv, tirx.Div, tirx.FloorMod, tirx.Mod)
-"""Expressions of sizes that fail where ``b`` is 0."""
+MAX_EXTENT = 2**62  # upper bound of sizes for analyzers: more than any extent of a tensor
+DIVISIONS = (tirx.FloorDiv, tirx.Div, tirx.FloorMod, tirx.Mod)  # expressions of sizes that fail where ``b`` is 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +37,7 @@ class Requirement:
         return symbols_in(self.condition)
 
 
-Monomial: TypeAlias = tuple[StructuralKey, ...]
-"""The symbolic factors of a number of bytes, in a canonical order."""
+Monomial: TypeAlias = tuple[StructuralKey, ...]  # the symbolic factors of a number of bytes, in a canonical order
 
 
 def factors_of(ty: relax.TensorType) -> tuple[int, list[Any]]:

@@ -6,7 +6,7 @@ device of n-ary ops. These walks rebuild only the expressions that change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,13 @@ def with_functions(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tvm.ir.B
     if all(gv in mod.functions and func.same_as(mod.functions[gv]) for gv, func in functions.items()):
         return mod
     return copy_module(mod, {**dict(mod.functions.items()), **functions})
+
+
+def without_unused_kernels(mod: tvm.IRModule, kernels: Collection[tvm.ir.GlobalVar]) -> tvm.IRModule:
+    """`mod` without those of some kernels that are private and that no Relax function refers to."""
+    used = {gv for _, func in relax_functions(mod) for gv in global_vars_in(func.body)}
+    unused = {gv for gv in kernels if gv not in used and "global_symbol" not in mod.functions[gv].attrs}
+    return copy_module(mod, {gv: func for gv, func in mod.functions.items() if gv not in unused})
 
 
 def walk_bindings(body: relax.Expr, nested: bool = True) -> Iterator[relax.Binding]:
@@ -91,6 +98,11 @@ def with_body(func: relax.Function, body: relax.Expr, params: list[relax.Var] | 
     return relax.Function(
         list(func.params) if params is None else params, body, func.ret_ty, func.is_pure, func.attrs, func.span
     )
+
+
+def sequence(bindings: list[relax.Binding], result: relax.Expr, ty: tvm.ir.Type | None = None) -> relax.SeqExpr:
+    """A body of one block of bindings, or of none. `ty`: its type; default: that of the result."""
+    return typed(relax.SeqExpr([relax.BindingBlock(bindings)] if bindings else [], result), ty or result.ty)
 
 
 def with_fresh_sizes(func: relax.Function) -> relax.Function:
@@ -219,9 +231,7 @@ def vdevice_in(ty: tvm.ir.Type) -> relax.VDevice | None:
 
 def op_name(value: relax.Expr) -> str | None:
     """The name of the op that `value` calls; None for any other value."""
-    if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
-        return value.op.name
-    return None
+    return value.op.name if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) else None
 
 
 def integers_of(expr: relax.Expr) -> list[int] | None:

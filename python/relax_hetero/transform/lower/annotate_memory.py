@@ -46,7 +46,7 @@ from ..ir.declare import declare_pass
 from ..ir.extents import NoTextError, dim_text
 from ..ir.kernels import tensor_bytes
 from ..ir.module_attrs import MEMORY
-from ..ir.rewriting import copy_module, op_name, relax_functions, tensor_types
+from ..ir.rewriting import op_name, relax_functions, tensor_types, with_functions
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..record.region_attrs import regions_of
 from .lower_transfers import is_lowered_transfer
@@ -59,11 +59,8 @@ _UNKNOWN = -1
 def annotate_memory(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     regions = {region.name: region for region in regions_of(mod)}
-    functions = dict(mod.functions.items())
-    for gv, func in relax_functions(mod):
-        memory = function_memory(gv.name_hint, func, mod, regions)
-        functions[gv] = func.with_attr(MEMORY, json.dumps(to_data(memory)))
-    return copy_module(mod, functions)
+    memories = {gv: function_memory(gv.name_hint, func, mod, regions) for gv, func in relax_functions(mod)}
+    return with_functions(mod, {gv: mod[gv].with_attr(MEMORY, json.dumps(to_data(m))) for gv, m in memories.items()})
 
 
 AnnotateMemory = declare_pass("AnnotateMemory", annotate_memory)
@@ -78,18 +75,9 @@ def memory_of(mod: tvm.IRModule) -> tuple[FunctionMemory, ...]:
 def function_memory(
     name: str, func: relax.Function, mod: tvm.IRModule, regions: dict[str, RegionSpec]
 ) -> FunctionMemory:
-    """Memory that one function allocates.
-
-    Parameters
-    ----------
-    func : relax.Function
-        Function of `mod`.
-    regions : dict of str to RegionSpec
-        The module's command buffers.
-    """
+    """Memory that one function allocates. `func`: function of `mod`. `regions`: the module's command buffers."""
     walk = _MemoryWalk(mod, regions)
-    result = walk.body(func.body)
-    storages = walk.finished(set(flattened(result)))
+    storages = walk.finished(set(flattened(walk.body(func.body))))
     return FunctionMemory(
         name,
         storages,
@@ -278,9 +266,7 @@ def _product(extents: Any, count: int = 1) -> Dim:
             count *= text
         else:
             symbolic.append(text)
-    if not symbolic:
-        return count
-    return "*".join([str(count), *symbolic] if count != 1 else symbolic)
+    return count if not symbolic else "*".join([str(count), *symbolic] if count != 1 else symbolic)
 
 
 def _sizes(params: Any, args: Any) -> dict[str, Dim]:

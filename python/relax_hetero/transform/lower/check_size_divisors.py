@@ -50,14 +50,12 @@ def check_size_divisors(mod: tvm.IRModule) -> tvm.IRModule:
         if (
             isinstance(func, tirx.PrimFunc)
             and DIVISORS_CHECKED not in func.attrs
-            and not (_is_gpu(func) or _is_raw(func))
+            and not (_is_gpu(func) or isinstance(func.ret_type, tvm.ir.PrimType))
         ):
             guarded = _guarded(mod, func, gv.name_hint, checks)
             if guarded is not None:
                 functions[gv] = guarded.with_attr(DIVISORS_CHECKED, True)
-    if not functions:
-        return mod
-    return with_remarks(with_functions(mod, functions), checks=tuple(checks))
+    return mod if not functions else with_remarks(with_functions(mod, functions), checks=tuple(checks))
 
 
 CheckSizeDivisors = declare_pass("CheckSizeDivisors", check_size_divisors)
@@ -66,11 +64,6 @@ CheckSizeDivisors = declare_pass("CheckSizeDivisors", check_size_divisors)
 def _is_gpu(func: tirx.PrimFunc) -> bool:
     target = func.attrs.get("target")
     return target is not None and "gpu" in target.keys and COMMANDS not in func.attrs
-
-
-def _is_raw(func: tirx.PrimFunc) -> bool:
-    """Return whether a kernel is a raw one, which returns a status: the functions that call it check its sizes."""
-    return isinstance(func.ret_type, tvm.ir.PrimType)
 
 
 def _guarded(mod: tvm.IRModule, func: tirx.PrimFunc, name: str, checks: list[CheckSpec]) -> tirx.PrimFunc | None:

@@ -10,7 +10,7 @@ After::
     more: R.Tensor(dtype="float32", ndim=2, vdevice="llvm:0") = R.call_packed("vm.builtin.copy", rows)
 
 Before lowering, the write returns a new tensor, so that no pass has to know that it shares memory: only the next
-iteration reads `rows`. The copy is that of a reference. On GPUs the packed function writes (`vm.device.loop_rows`).
+iteration reads `rows`. The copy is that of a reference. On GPUs the packed function writes (`vm.device.builtins`).
 
 Assumes no dataflow blocks and purity checks removed. A second run changes nothing.
 """

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import tvm
@@ -231,9 +232,7 @@ def allocations(bindings: Iterable[relax.Binding]) -> list[Allocation]:
             key = monomial(symbolic)
             if number <= largest[key][0] if key in largest else not symbolic and number <= MIN_CHECKED_BYTES:
                 continue
-            nbytes: Any = tirx.FloatImm("float64", float(number))
-            for extent in symbolic:
-                nbytes = nbytes * as_float(extent)
+            nbytes: Any = prod(map(as_float, symbolic), start=tirx.FloatImm("float64", float(number)))
             description = f"'{binding.var.name}' of {text_of(ty.shape)} {ty.dtype.dtype}"
             largest[key] = (
                 number,

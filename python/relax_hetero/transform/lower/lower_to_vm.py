@@ -104,10 +104,7 @@ def _refuse_planned(mod: tvm.IRModule) -> None:
 def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
     """The passes of LowerToVM, in order.
 
-    Parameters
-    ----------
-    must_copy : bool
-        Option of LowerTransfers: results of transfers must be new tensors.
+    `must_copy`: option of LowerTransfers: results of transfers must be new tensors.
     """
     return [
         # A reshape would become an alias, which an in-place kernel must not overwrite.

@@ -44,8 +44,7 @@ from ..ir.rewriting import (
 
 TO_DEVICE, STREAM_TO_DEVICE = "relax_hetero.to_device", "relax_hetero.stream_to_device"
 
-STREAMED = "streamed"
-"""Memory scope of the receive buffers of streamed constants, which lasts until OrderStreams."""
+STREAMED = "streamed"  # memory scope of the receive buffers of streamed constants, which lasts until OrderStreams
 
 
 def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRModule:

@@ -74,8 +74,7 @@ def _ordered(func: relax.Function, mod: tvm.IRModule) -> relax.Function:
             if used and (is_view(value) or isinstance(value, relax.Var)):
                 storages[binding.var] = used[0]
             return binding
-        call = typed(with_args(value, operands), value.ty)
-        return relax.VarBinding(binding.var, call, binding.span)
+        return relax.VarBinding(binding.var, typed(with_args(value, operands), value.ty), binding.span)
 
     return map_bindings(func, change)
 

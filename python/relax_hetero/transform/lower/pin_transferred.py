@@ -38,8 +38,7 @@ from ..partition.form_schedules import schedules_of
 from .lower_transfers import is_lowered_transfer
 from .plan_memory import ALLOC, size_of, upper_bounds
 
-PINNED = "pinned"
-"""Memory scope of pinned allocations on CPUs."""
+PINNED = "pinned"  # memory scope of pinned allocations on CPUs
 
 
 def pin_transferred(mod: tvm.IRModule) -> tvm.IRModule:

@@ -49,8 +49,7 @@ from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_vie
 from ..record.plan_arena import Lifetime, groups_by_unit, overlaps_of
 from .lower_transfers import STREAM_TO_DEVICE, is_lowered_transfer
 
-ALLOC = "relax.builtin.alloc_tensor"
-"""The op that allocates a tensor, before memory is planned."""
+ALLOC = "relax.builtin.alloc_tensor"  # the op that allocates a tensor, before memory is planned
 
 UPPER_BOUND = "tir_var_upper_bound"
 """Function attribute, which stock TVM reads too: upper bounds of symbolic dimensions by name."""
@@ -122,8 +121,7 @@ class _Storage:
         bindings: list[relax.Binding] = []
         if not self.is_allocated:
             self.is_allocated = True
-            size = relax.ShapeExpr([self.nbytes])
-            storage = relax.op.memory.alloc_storage(size, device, scope, "uint8")
+            storage = relax.op.memory.alloc_storage(relax.ShapeExpr([self.nbytes]), device, scope, "uint8")
             bindings.append(relax.VarBinding(self.var, typed(storage, self.var.ty)))
         tensor = relax.op.memory.alloc_tensor(self.var, 0, shape, dtype, device)
         bindings.append(relax.VarBinding(binding.var, typed(tensor, binding.var.ty), binding.span))
@@ -243,10 +241,7 @@ class Storages:
 def plan_storages(values: Sequence[Lifetime]) -> Storages:
     """Assign storages to values so that values with overlapping lifetimes have different ones.
 
-    Parameters
-    ----------
-    values : sequence of Lifetime
-        Values that are live during the same command overlap.
+    `values`: values that are live during the same command overlap.
     """
     of = [0] * len(values)
     nbytes: list[Any] = []

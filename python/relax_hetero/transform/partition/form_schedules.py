@@ -59,8 +59,7 @@ from ..ir.rewriting import (
     walk_bindings,
     with_fresh_sizes,
 )
-from .device_partition import BindingDevices, DevicePartition, Part
-from .transfer_dependences import is_transfer
+from .device_partition import BindingDevices, DevicePartition, Part, is_transfer
 
 
 def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
@@ -76,9 +75,7 @@ def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
             cutter = _Cutter(gv.name_hint, func, devices, used_names)
             schedules.append(cutter.schedule())
             functions.update(cutter.functions)
-    if not schedules:
-        return mod
-    return with_remarks(copy_module(mod, functions), schedules=schedules)
+    return mod if not schedules else with_remarks(copy_module(mod, functions), schedules=schedules)
 
 
 FormSchedules = declare_pass("FormSchedules", form_schedules)

@@ -23,8 +23,7 @@ from ..ir.requirements import symbols_in
 from ..ir.rewriting import is_tensor_constant, op_name, tensor_types, walk_bindings
 
 Hosts: TypeAlias = "tuple[str, ...]"
-Needs: TypeAlias = "dict[str, set[relax.Var]]"
-"""Sizes by the host that needs them."""
+Needs: TypeAlias = "dict[str, set[relax.Var]]"  # sizes by the host that needs them
 
 
 @dataclass(frozen=True)

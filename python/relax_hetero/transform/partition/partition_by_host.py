@@ -52,6 +52,7 @@ from ..ir.rewriting import (
     fresh_global_var,
     is_tensor_constant,
     relax_functions,
+    sequence,
     tensor_types,
     typed,
     walk_bindings,
@@ -59,14 +60,10 @@ from ..ir.rewriting import (
 )
 from .host_needs import HostNeeds, Hosts, crossing, hosts_in, parameter_symbols, participants_of
 
-SEND = "relax_hetero.host.send"
-"""Packed function (value, host, channel): sends a value to another host."""
-RECEIVE = "relax_hetero.host.receive"
-"""Packed function (host, channel): receives a value from another host."""
-HOST = "relax_hetero.host"
-"""Function attribute: the host of a part."""
-PART_OF = "relax_hetero.part_of"
-"""Function attribute: the name of the function before partitioning."""
+SEND = "relax_hetero.host.send"  # packed function (value, host, channel): sends a value to another host
+RECEIVE = "relax_hetero.host.receive"  # packed function (host, channel): receives a value from another host
+HOST = "relax_hetero.host"  # function attribute: the host of a part
+PART_OF = "relax_hetero.part_of"  # function attribute: the name of the function before partitioning
 SIZES_FIRST = "relax_hetero.sizes_first"
 """Function attribute: its first parameter is a shape of symbolic sizes, which partitioning added."""
 
@@ -148,7 +145,7 @@ class _Function:
         parts = {}
         for host in self.hosts:
             result = self._projected_expr(self.func.body.body, host)
-            body = _sequence(self.bindings[host], result)
+            body = sequence(self.bindings[host], result)
             is_pure = bool(self.func.is_pure) and host not in self.communicating
             part = relax.Function(params[host], body, projected(self.func.ret_ty, host), is_pure, self.func.attrs)
             part = part.with_attr(HOST, host).with_attr(PART_OF, self.gv.name_hint)
@@ -249,7 +246,7 @@ class _Function:
             self.bindings = {host: [] for host in self.hosts}
             self._emit(list(walk_bindings(branch, nested=False)))
             branches.append(
-                {host: _sequence(self.bindings[host], self._projected_expr(branch.body, host)) for host in hosts}
+                {host: sequence(self.bindings[host], self._projected_expr(branch.body, host)) for host in hosts}
             )
         self.bindings = outer
         for host in hosts:
@@ -337,11 +334,6 @@ def _remote_placeholder(ty: tvm.ir.Type) -> relax.Expr:
     if isinstance(ty, tvm.ir.TupleType):
         return relax.Tuple([_remote_placeholder(field) for field in ty.fields])
     return relax.ShapeExpr([])
-
-
-def _sequence(bindings: list[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
-    blocks = [relax.BindingBlock(bindings)] if bindings else []
-    return typed(relax.SeqExpr(blocks, result), result.ty)
 
 
 def _symbols_defined_by(ty: tvm.ir.Type) -> list[relax.Var]:

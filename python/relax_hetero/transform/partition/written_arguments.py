@@ -15,22 +15,18 @@ from tvm import relax
 from ...op.cached_attention import CACHED_ATTENTION, PAGES
 from ..ir.blocks import used_vars
 from ..ir.op_names import CALL_TIR_INPLACE, IN_PLACE
-from ..ir.rewriting import copy_module, op_name, relax_functions, walk_bindings
+from ..ir.rewriting import op_name, relax_functions, walk_bindings, with_functions
 from ..ir.tensor_aliases import is_view
 
-WRITTEN = "relax_hetero.written"
-"""Function attribute: the indices of the parameters that it may write to."""
+WRITTEN = "relax_hetero.written"  # function attribute: the indices of the parameters that it may write to
 _KERNELS = ("relax.call_tir", "relax.call_dps_packed", "relax.call_tir_with_grad")
 
 
 def annotate_written(mod: tvm.IRModule) -> tvm.IRModule:
     """Annotate functions with the parameters that they may write to, which lowering hides."""
-    functions = dict(mod.functions.items())
-    written = written_arguments(mod)
-    for gv, func in relax_functions(mod):
-        if written[gv.name_hint]:
-            functions[gv] = func.with_attr(WRITTEN, written[gv.name_hint])
-    return copy_module(mod, functions)
+    functions, written = relax_functions(mod), written_arguments(mod)
+    changed = {gv: func.with_attr(WRITTEN, written[gv.name_hint]) for gv, func in functions if written[gv.name_hint]}
+    return with_functions(mod, changed)
 
 
 def written_arguments(mod: tvm.IRModule) -> dict[str, list[int]]:

@@ -44,8 +44,7 @@ from ..ir.module_attrs import is_lowered
 from ..ir.remarks import Aliases, records_remarks, remarks_of, with_remarks
 from ..ir.rewriting import handle, relax_functions, tensor_types, vdevice_in, walk_bindings
 
-# A node of the function, and an index among its values; -1 for all of them.
-_Read = tuple[int, int]
+_Read = tuple[int, int]  # a node of the function, and an index among its values; -1 for all of them
 
 _TRANSFERS = ("relax.to_vdevice", "relax.hint_on_device", "relax_hetero.to_device")
 

@@ -29,17 +29,8 @@ def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copie
 
     A group without callers outside gets one clone, whose open components are placed by hints (round two) or by default.
     Other groups get one for each distinct set of devices that their callers need; the first call in module order keeps
-    the names.
-
-    Returns
-    -------
-    clones : list of list of Clone
-        Clones by group index.
-
-    Raises
-    ------
-    PlacementError
-        If two hints meet in a component of a function without fixed devices.
+    the names. Returns the clones by group index. Raises PlacementError if two hints meet in a component of a function
+    without fixed devices.
     """
     clones: list[list[Clone]] = [[] for _ in groups]
     used_names = {str(gvar.name_hint) for gvar in program.mod.functions.keys()}

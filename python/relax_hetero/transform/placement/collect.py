@@ -22,21 +22,7 @@ VARIABLE_TYPES = (relax.Var, relax.DataflowVar)
 
 
 class CallReader:
-    """State of the construction for a recursion group, and the sites that calls add to its graph.
-
-    Attributes
-    ----------
-    unit, name
-        Function of the module that is being read.
-    callees : list of CallRef
-        References to Relax functions in the binding that is being read.
-    location : Location
-        Location of the binding that is being read.
-    producers : dict
-        Site that produces each ``R.Object``, for an edge between both once a match_cast turns the object into a tensor.
-    callbacks : set
-        Handles of function parameters whose types do not name devices: they take tensors on any device.
-    """
+    """State of the construction for a recursion group, and the sites that calls add to its graph."""
 
     def __init__(self, program: Program, units: dict[str, Unit], groups: Sequence[RecursionGroup]) -> None:
         self.program = program
@@ -45,11 +31,15 @@ class CallReader:
         self.graph = Graph()
         self.trees = Trees(program, self.graph)
         self.access = self.trees.access
+        # unit, name: function of the module that is being read.
         self.unit: Unit
         self.name = ""
-        self.callees: list[CallRef] = []
-        self.location = Location("", None)
+        self.callees: list[CallRef] = []  # references to Relax functions in the binding that is being read
+        self.location = Location("", None)  # location of the binding that is being read
+        # Site that produces each ``R.Object``, for an edge between both once a match_cast turns the object into a
+        # tensor.
         self.producers: dict[int, int] = {}
+        # Handles of function parameters whose types do not name devices: they take tensors on any device.
         self.callbacks: set[int] = set()
 
     def _tree(self, expr: relax.Expr) -> Tree:
@@ -385,8 +375,7 @@ class _Collector(CallReader):
         for block in seq.blocks:
             start = len(records)
             for binding in block.bindings:
-                value = binding.value
-                record = Record(binding, binding.var, value, len(records))
+                record = Record(binding, binding.var, binding.value, len(records))
                 self.callees = record.callees
                 self.location = Location(self.name, record.var)
                 try:

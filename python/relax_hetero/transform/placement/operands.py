@@ -16,8 +16,7 @@ from .transfers import TransferPlan
 
 # Types with devices.
 
-# Function that gives the vdevice of one tensor.
-Resolve = Callable[["int | ConstLeaf"], relax.VDevice]
+Resolve = Callable[["int | ConstLeaf"], relax.VDevice]  # function that gives the vdevice of one tensor
 
 
 def tensor_on(ty: relax.TensorType, vdevice: relax.VDevice) -> relax.TensorType:
@@ -34,10 +33,7 @@ def tensor_on(ty: relax.TensorType, vdevice: relax.VDevice) -> relax.TensorType:
 def on_devices(ty: tvm.ir.Type, tree: Tree, resolve: Resolve) -> tvm.ir.Type:
     """A type with the device of every tensor in it, from a tree of the same structure.
 
-    Returns
-    -------
-    ty : Type
-        The same type if nothing changes.
+    Returns the same type if nothing changes.
     """
     if isinstance(ty, relax.TensorType):
         return tensor_on(ty, resolve(tree)) if isinstance(tree, (int, ConstLeaf)) else ty
@@ -174,8 +170,7 @@ class Operands:
             return self.env.get(handle(expr), expr)
         if kind is relax.Tuple:
             old = list(expr.fields)
-            fields = [self.mapped(field) for field in old]
-            return _same_or_tuple(expr, old, fields)
+            return _same_or_tuple(expr, old, [self.mapped(field) for field in old])
         if kind is relax.TupleGetItem:
             old_tuple = expr.tuple_value
             new_tuple = self.mapped(old_tuple)
@@ -186,18 +181,15 @@ class Operands:
             return expr if handle(new) == handle(expr) else new
         return expr
 
-    def coerce(self, expr: relax.Expr, tree: Tree, required: Tree, point: tuple[int, int]) -> relax.Expr:
-        """An operand with every tensor on the device that the use needs.
-
-        Parameters
-        ----------
-        expr, tree
-            Expression in the source module, and the nodes of its tensors.
-        required : Tree
-            Node whose device is needed: one for all tensors, or a tree; None and ANY: the present device.
-        point : tuple
-            Scope and record index of the use.
-        """
+    def coerce(
+        self,
+        # expr, tree: expression in the source module, and the nodes of its tensors.
+        expr: relax.Expr,
+        tree: Tree,
+        required: Tree,  # node whose device is needed: one for all tensors, or a tree; None and ANY: the present device
+        point: tuple[int, int],  # scope and record index of the use
+    ) -> relax.Expr:
+        """An operand with every tensor on the device that the use needs."""
         kind = type(expr)
         if kind is relax.Tuple and isinstance(tree, tuple):
             old = list(expr.fields)

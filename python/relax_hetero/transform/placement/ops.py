@@ -22,8 +22,7 @@ HOST_READS = frozenset(
     }
 )
 
-# Ops whose result the host produces.
-MADE_ON_HOST = frozenset({"relax.shape_to_tensor", "relax.run.shape_to_tensor"})
+MADE_ON_HOST = frozenset({"relax.shape_to_tensor", "relax.run.shape_to_tensor"})  # ops whose result the host produces
 
 # Packed functions that copy to the device in the annotation of their result.
 CROSSING = frozenset({"relax_hetero.to_device", "vm.builtin.to_device"})
@@ -33,17 +32,13 @@ CALLS_OF_FIRST_ARGUMENT = ops_where(lambda traits: traits.takes_callee)
 MAKE_CLOSURE = "relax.make_closure"
 INVOKE_CLOSURE = frozenset({"relax.invoke_closure", "relax.invoke_pure_closure"})
 
-# Ops that may write to their operands.
-_WRITING = frozenset({*IN_PLACE, "relax.call_builtin_with_ctx"})
+_WRITING = frozenset({*IN_PLACE, "relax.call_builtin_with_ctx"})  # ops that may write to their operands
 
 
 def callee_name(call: relax.Call) -> str | None:
     """The packed function that is called, directly or as the first argument of ``call_pure_packed`` etc., if any.
 
-    Returns
-    -------
-    name : str or None
-        None for an op, a PrimFunc or a Relax function.
+    Returns None for an op, a PrimFunc or a Relax function.
     """
     op = call.op
     if isinstance(op, relax.ExternFunc):

@@ -175,10 +175,7 @@ class Program:
 def recursion_groups(program: Program) -> list[list[Unit]]:
     """Strongly connected components of the call graph (Tarjan's algorithm), callees before their callers.
 
-    Returns
-    -------
-    groups : list of list of Unit
-        Units of each group in module order.
+    Returns the units of each group in module order.
     """
     units = list(program.units.values())
     callees = {unit.index: _callees(program, unit) for unit in units} if len(units) > 1 else {0: []}

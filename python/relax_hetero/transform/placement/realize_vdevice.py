@@ -151,8 +151,7 @@ def realize_vdevice(mod: tvm.IRModule, insert_copies: bool = False) -> tuple[tvm
     for index, units in enumerate(recursion_groups(program)):
         graph = collect(program, units, groups)
         groups.append(RecursionGroup(index, units, graph, solve(graph, program.names, program.host, insert_copies)))
-    clones = make_clones(program, groups, insert_copies)
-    placed = _write_module(program, clones, report)
+    placed = _write_module(program, make_clones(program, groups, insert_copies), report)
     publish(report)
     return placed, report
 

@@ -22,8 +22,7 @@ from .program import CallRef, Program, Record, Scope, Unit
 from .transfers import Transfer, plan_transfers
 from .trees import run
 
-# The `id` of a scope, and the index of a record in it.
-ProgramPoint = tuple[int, int]
+ProgramPoint = tuple[int, int]  # the `id` of a scope, and the index of a record in it
 
 
 class CallWriter(Operands):
@@ -187,8 +186,7 @@ def _filled(tree: Tree, node: int) -> Tree:
     return node if isinstance(tree, (int, ConstLeaf)) else tree
 
 
-# Function that returns the global variable of the clone for a reference.
-Callee = Callable[[CallRef], tvm.ir.GlobalVar]
+Callee = Callable[[CallRef], tvm.ir.GlobalVar]  # function that returns the global variable of the clone for a reference
 
 
 def rewrite(program: Program, unit: Unit, clone: Clone, callee: Callee) -> tuple[relax.Function, list[PlacementNote]]:

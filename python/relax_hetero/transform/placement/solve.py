@@ -94,8 +94,7 @@ class _Propagation:
                 self._visit_site(site)
 
 
-# Fixed or hinted device (index) of each node, and its origin.
-Seeds: TypeAlias = "dict[int, tuple[int, Origin]]"
+Seeds: TypeAlias = "dict[int, tuple[int, Origin]]"  # fixed or hinted device (index) of each node, and its origin
 
 _CONFLICT_ADVICE = (
     "All tensors of one op share a device; put a relax.to_vdevice between them, or let "

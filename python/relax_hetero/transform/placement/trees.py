@@ -20,13 +20,7 @@ TupleType = tvm.ir.TupleType
 
 
 class Trees:
-    """Variables of a recursion group with their trees.
-
-    Parameters
-    ----------
-    graph : Graph
-        Graph that the methods add to.
-    """
+    """Variables of a recursion group with their trees. `graph`: graph that the methods add to."""
 
     def __init__(self, program: Program, graph: Graph) -> None:
         self.program = program
@@ -89,10 +83,7 @@ class Trees:
     def tie(self, source: Tree, target: Tree, location: Location) -> Tree:
         """Connect a value to another that it becomes: an alias, an argument, the result of a branch.
 
-        Returns
-        -------
-        required : Tree
-            For every tensor of `source` the node whose device it is needed on.
+        For every tensor of `source` the node whose device it is needed on.
         """
         if source is None or target is None:
             return None
@@ -144,10 +135,7 @@ class Trees:
     def variable(self, var: relax.Var) -> Tree:
         """The tree of a variable; None if it lacks tensors.
 
-        Raises
-        ------
-        PlacementError
-            If it holds tensors and is not in scope.
+        Raises PlacementError if it holds tensors and is not in scope.
         """
         tree = self.env.get(handle(var))
         if tree is None and holds_tensors(var.ty) and handle(var) not in self.env:
@@ -157,10 +145,7 @@ class Trees:
     def of(self, expr: relax.Expr, function_tree: Callable[[tvm.ir.GlobalVar], Tree]) -> Tree:
         """The tree of an argument; `function_tree` gives that of a Relax function named by a GlobalVar.
 
-        Raises
-        ------
-        PlacementError
-            If the argument is itself a call: the module is not in A-normal form.
+        Raises PlacementError if the argument is itself a call: the module is not in A-normal form.
         """
         kind = type(expr)
         if kind is relax.DataflowVar or kind is relax.Var:

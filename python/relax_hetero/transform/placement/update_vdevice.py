@@ -73,17 +73,8 @@ def update_vdevices(
 def succeed_vdevices(mod: tvm.IRModule, successors: Sequence[VDevice], new: Sequence[VDevice]) -> tvm.IRModule:
     """The module with other vdevices.
 
-    Parameters
-    ----------
-    successors : sequence of VDevice
-        Entry of `new` for each vdevice of the module, by index; several may have the same.
-    new : sequence of VDevice
-        List of the result.
-
-    Raises
-    ------
-    VDeviceError
-        If a used vdevice lacks a successor.
+    `successors`: entry of `new` for each vdevice of the module, by index; several may have the same. `new`: list of the
+    result. Raises VDeviceError if a used vdevice lacks a successor.
     """
     old = vdevices_of(mod)
 
@@ -209,8 +200,7 @@ def _missing_successor_text(
     )
 
 
-# Operand for the operator that makes hint attributes.
-_ANY_TENSOR = relax.Var("x", relax.TensorType(ndim=-1))
+_ANY_TENSOR = relax.Var("x", relax.TensorType(ndim=-1))  # operand for the operator that makes hint attributes
 
 
 def first_use(mod: tvm.IRModule, node: tvm.runtime.Object) -> str:
@@ -241,8 +231,9 @@ def _contains(root: tvm.runtime.Object, node: tvm.runtime.Object) -> bool:
 
 
 def update_targets(
-    updated: tvm.IRModule,
-    mod: tvm.IRModule,
+    updated: tvm.IRModule,  # module whose references to vdevices are mapped
+    mod: tvm.IRModule,  # module before that
+    # old, new: vdevice lists before and after, successors at equal indices.
     old: Sequence[relax.VDevice],
     new: Sequence[relax.VDevice],
 ) -> tvm.IRModule:
@@ -250,15 +241,6 @@ def update_targets(
 
     Where vdevices shared a target and now differ, only the vdevices count that the function is called on; if these
     differ, too, its target is not changed.
-
-    Parameters
-    ----------
-    updated : tvm.IRModule
-        Module whose references to vdevices are mapped.
-    mod : tvm.IRModule
-        Module before that.
-    old, new : Sequence[VDevice]
-        Vdevice lists before and after, successors at equal indices.
     """
     changed: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     callers: dict[str, set[int]] | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import tvm
 from tvm import relax, tirx
@@ -67,10 +69,7 @@ def is_product(call: relax.Expr) -> bool:
     if shape is None or traits_of(name).kind == "attention":
         return True
     reduced = shape[-2:][:1] if name == "relax.matmul" else _window(shape, str(call.attrs.kernel_layout))
-    terms = 1
-    for extent in reduced:
-        terms *= int(extent) if isinstance(extent, tirx.IntImm) else MIN_TERMS
-    return terms >= MIN_TERMS
+    return prod(int(extent) if isinstance(extent, tirx.IntImm) else MIN_TERMS for extent in reduced) >= MIN_TERMS
 
 
 def _window(shape: list[tirx.Expr], layout: str) -> list[tirx.Expr]:

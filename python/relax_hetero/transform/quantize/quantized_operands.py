@@ -92,8 +92,7 @@ def _read(expr: relax.Expr, perm: tuple[int, ...], free: int | None, block: Bloc
         axes = permutation(value)
         return _read(value.args[0], tuple(axes[d] for d in perm), free, block)
     if name == CAST and dtype in ("int32", "float32"):
-        source = str(value.args[0].ty.dtype)
-        if source not in (*_NARROW, "int32"):
+        if str(value.args[0].ty.dtype) not in (*_NARROW, "int32"):
             return None
         operand = _read(value.args[0], perm, free, block)
         return None if operand is None else replace(operand, is_float=dtype == "float32")
@@ -142,10 +141,7 @@ def _with_parameter(
 def match_dequantize(expr: relax.Expr, block: Block) -> tuple[Expression, relax.Expr] | None:
     """Match ``(astype(q) - zero) * scale`` with one zero point and one scale.
 
-    Returns
-    -------
-    expression, q
-        The match as an expression over ``q``; None for any other tensor.
+    Returns the match as an expression over ``q``; None for any other tensor.
     """
     chain: list[Expression] = []  # from the last op to the first
     shape = shape_of(expr)

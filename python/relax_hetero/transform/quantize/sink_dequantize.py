@@ -45,8 +45,7 @@ _MOVE_OPS = MOVES - {*relax_ops("concat split stack hint_on_device")}
 _MAX_POOL_OPS = ops_where(lambda traits: traits.kind == "max_pool")
 """Ops that run on the quantized tensor if its order is that of the float values."""
 _CONCAT = "relax.concat"
-_MAX_QUANTIZE_OPS = 6
-"""Maximum number of consecutive ops that are searched for a quantization."""
+_MAX_QUANTIZE_OPS = 6  # maximum number of consecutive ops that are searched for a quantization
 
 
 def sink_dequantize(mod: tvm.IRModule) -> tvm.IRModule:
@@ -169,18 +168,12 @@ class _Sinker:
         return True
 
 
-def is_inverse(quantize: Expression, dequantize: Expression, dtype: str) -> bool:
-    """Return whether quantization to `dtype` restores the tensor that was dequantized.
-
-    Parameters
-    ----------
-    quantize : Expression
-        Expression of an imported QuantizeLinear, with the float tensor as ``x0``.
-    dequantize : Expression
-        Expression of an imported DequantizeLinear, with the quantized tensor as ``x0``.
-    dtype : str
-        8-bit integer type.
-    """
+def is_inverse(
+    quantize: Expression,  # expression of an imported QuantizeLinear, with the float tensor as ``x0``
+    dequantize: Expression,  # expression of an imported DequantizeLinear, with the quantized tensor as ``x0``
+    dtype: str,  # 8-bit integer type
+) -> bool:
+    """Return whether quantization to `dtype` restores the tensor that was dequantized."""
     scale, difference = _right_number(dequantize.term, "multiply"), _cast_operand(dequantize.term.args[0], "float32")
     if scale is None or difference is None:
         return False

@@ -130,12 +130,8 @@ def choose_types(
     """Choose the type that each device rounds to: the given one, or the fastest of the device.
 
     It is never bfloat16 on a device that multiplies it more slowly than float32. The devices are those of the module,
-    or this machine's CPU for a module without devices, as in `rh.compile`.
-
-    Raises
-    ------
-    VDeviceError
-        For a device that the module lacks.
+    or this machine's CPU for a module without devices, as in `rh.compile`. Raises VDeviceError for a device that the
+    module lacks.
     """
     placed = vdevices_of(mod)
     available = placed or [VDevice(native("llvm"))]
@@ -165,17 +161,8 @@ def _fastest_type(vdevice: relax.VDevice, accuracy: float) -> str:
 class PrecisionDevices:
     """The devices whose products are rounded.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module, which must be placed if `devices` are given.
-    devices : sequence of str, tvm.runtime.Device or VDevice, or one of these, or None
-        Devices; None: all.
-
-    Raises
-    ------
-    VDeviceError
-        For a device that the module lacks.
+    `mod`: module, which must be placed if `devices` are given. `devices`: devices; None: all. Raises VDeviceError for a
+    device that the module lacks.
     """
 
     def __init__(self, mod: tvm.IRModule, devices: Sequence[VDeviceSpec] | VDeviceSpec | None) -> None:
@@ -209,18 +196,10 @@ def _vdevice(var: relax.Var) -> relax.VDevice | None:
 class NameFilter:
     """Ops, variables and functions of a module that are not changed.
 
-    Parameters
-    ----------
-    patterns : sequence of str
-        Names of ops (``relax.nn.softmax``, or ``nn.softmax``), variables (also parameters) and functions. ``*`` stands
-        for any letters, unless the pattern itself is a name.
-    user : str
-        Function that takes the argument, for messages.
-
-    Raises
-    ------
-    BuildError
-        If `patterns` is not a sequence of strings, or a pattern matches nothing; the message lists near names.
+    `patterns`: names of ops (``relax.nn.softmax``, or ``nn.softmax``), variables (also parameters) and functions. ``*``
+    stands for any letters, unless the pattern itself is a name. `user`: function that takes the argument, for messages.
+    Raises BuildError if `patterns` is not a sequence of strings, or a pattern matches nothing; the message lists near
+    names.
     """
 
     def __init__(self, mod: tvm.IRModule, patterns: Sequence[str], user: str) -> None:
@@ -273,19 +252,15 @@ _DEQUANTIZE_BLOCKS = "relax.hetero.dequantize_blocks"
 
 
 class LowPrecisionValues:
-    """Selected products and values of one function.
+    """Selected products and values of one function."""
 
-    Parameters
-    ----------
-    dtype : str
-        Low type.
-    excluded : NameFilter
-        Ops, variables and functions that are not changed.
-    devices : PrecisionDevices
-        Devices whose products are rounded.
-    """
-
-    def __init__(self, func: relax.Function, dtype: str, excluded: NameFilter, devices: PrecisionDevices) -> None:
+    def __init__(
+        self,
+        func: relax.Function,
+        dtype: str,  # low type
+        excluded: NameFilter,  # ops, variables and functions that are not changed
+        devices: PrecisionDevices,  # devices whose products are rounded
+    ) -> None:
         # Values that exist in low precision and are read in it, except for ops in `READ_EXACTLY`.
         self.stored_low: set[relax.Var] = set()
         self.products: set[relax.Var] = set()  # results of products in low precision
@@ -424,8 +399,7 @@ def _in_order(expr: relax.Expr) -> Iterator[relax.Binding]:
     if isinstance(expr, relax.SeqExpr):
         for block in expr.blocks:
             for binding in block.bindings:
-                value = binding.value
-                for sequence in _inner(value):
+                for sequence in _inner(binding.value):
                     yield from _in_order(sequence)
                 yield binding
 
@@ -633,8 +607,7 @@ class _Writer:
         names: dict[relax.Var, relax.Expr] = {}
         for var in used_vars(value):
             if var in self._replacements or (op_name(value) and self._low.is_rounded(var)):
-                low = self._narrow(var)
-                names[var] = self._emit(self._cast(low, WIDE_TYPE), f"{var.name}_{WIDE_TYPE}")
+                names[var] = self._emit(self._cast(self._narrow(var), WIDE_TYPE), f"{var.name}_{WIDE_TYPE}")
         return names
 
     def _cast(self, var: relax.Var, dtype: str) -> relax.Expr:

@@ -26,8 +26,7 @@ from ..ir.rewriting import op_name
 from ..partition.device_partition import BindingDevices, DevicePartition
 from .kernel_calls import KernelCall, KernelCalls
 
-MIN_RUN_CALLS = 2
-"""Kernels of a run at least: a command buffer of one kernel saves no call."""
+MIN_RUN_CALLS = 2  # kernels of a run at least: a command buffer of one kernel saves no call
 
 MAX_CALLS = 256
 """Kernels of a run at most. LLVM's time grows faster than the length of a host function and the number of its tensors,
@@ -62,12 +61,8 @@ class _Section:
 class RunFinder:
     """Finds the runs in the blocks of a module.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Placed module of dispatches (FormDispatches).
-    separate_kernels : bool
-        True if kernels of llvm devices are compiled separately (`KernelCalls`).
+    `mod`: placed module of dispatches (FormDispatches). `separate_kernels`: True if kernels of llvm devices are
+    compiled separately (`KernelCalls`).
     """
 
     def __init__(self, mod: tvm.IRModule, separate_kernels: bool = False) -> None:
@@ -77,10 +72,7 @@ class RunFinder:
     def cut(self, block: Block, free: Set[relax.Var] = frozenset()) -> list[int | Run]:
         """The block's bindings in a valid order: indices of single bindings, and runs.
 
-        Parameters
-        ----------
-        free : set of relax.Var
-            Variables from outside of the block that kernels may overwrite: nothing else uses them.
+        `free`: variables from outside of the block that kernels may overwrite: nothing else uses them.
         """
         split = _Split(block, free)
         parts = DevicePartition(block.bindings, self._devices).part_of

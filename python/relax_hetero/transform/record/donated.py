@@ -17,23 +17,15 @@ from ..ir.blocks import Block, used_vars
 from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, relax_functions, walk_bindings, with_functions
 
-DONATED = "relax_hetero.donated"
-"""Function attribute: the indices of the parameters that it may overwrite."""
+DONATED = "relax_hetero.donated"  # function attribute: the indices of the parameters that it may overwrite
 
 
 def with_donated(mod: tvm.IRModule, donate: Sequence[str] | Mapping[str, Sequence[str]]) -> tvm.IRModule:
     """Annotate functions with donated parameters.
 
-    Parameters
-    ----------
-    donate : sequence of str, or mapping from function to sequence of str
-        Names of inputs; of ``main`` if no function is named.
-
-    Raises
-    ------
-    BuildError
-        A function or an input that the module lacks, an input that is not a tensor or is set once for all calls, a
-        function that other functions call, a module that is lowered already.
+    `donate`: names of inputs; of ``main`` if no function is named. Raises BuildError for a function or an input that
+    the module lacks, an input that is not a tensor or is set once for all calls, a function that other functions call,
+    a module that is lowered already.
     """
     by_function = dict(donate) if isinstance(donate, Mapping) else {"main": donate}
     if is_lowered(mod):

@@ -75,24 +75,13 @@ class Draft:
 
 
 def take_operands(
-    drafts: Sequence[Draft],
+    drafts: Sequence[Draft],  # calls in order; `RegionValue.end` and `RegionValue.is_result` are final
+    # Returns the ties of a kernel: indices of its tensors, operands first.
     ties: Callable[[tvm.ir.GlobalVar], list[Tie]],
-    made: Collection[RegionValue],
-    free: Collection[RegionValue],
+    made: Collection[RegionValue],  # values that the run defines
+    free: Collection[RegionValue],  # inputs that the run may overwrite
 ) -> list[Draft]:
-    """Let results take the memory of operands; returns the drafts that changed.
-
-    Parameters
-    ----------
-    drafts : sequence of Draft
-        Calls in order; `RegionValue.end` and `RegionValue.is_result` are final.
-    ties : callable
-        Returns the ties of a kernel: indices of its tensors, operands first.
-    made : collection of RegionValue
-        Values that the run defines.
-    free : collection of RegionValue
-        Inputs that the run may overwrite.
-    """
+    """Let results take the memory of operands; returns the drafts that changed."""
     made, free = frozenset(made), frozenset(free)
     changed: list[Draft] = []
     for now, draft in enumerate(drafts):
@@ -101,7 +90,7 @@ def take_operands(
         pairs = ties(draft.kernel)
         for operand, result in pairs:
             value, number = draft.reads[operand], result - len(draft.reads)
-            is_free = value.root in free and _same_form(value.root, draft.makes[number])
+            is_free = value.root in free and same_shape(value.root.ty.shape.values, draft.makes[number].ty.shape.values)
             if (is_free or value.root in made) and _is_last_reader(draft, operand, result, now, pairs):
                 draft.take(number, operand)
                 changed.append(draft)
@@ -117,11 +106,6 @@ def _is_last_reader(draft: Draft, operand: int, result: int, now: int, pairs: Se
     value = draft.reads[operand]
     same_root = [i for i, read in enumerate(draft.reads) if read.root is value.root]
     return value.end == now and not value.is_result and all((i, result) in pairs for i in same_root)
-
-
-def _same_form(one: RegionValue, other: RegionValue) -> bool:
-    """Return whether two values have the same shape: an operand may be a view of an input."""
-    return same_shape(one.ty.shape.values, other.ty.shape.values)
 
 
 def _without_unused(drafts: list[Draft], free: Collection[RegionValue]) -> list[Draft]:
@@ -140,29 +124,17 @@ def _without_unused(drafts: list[Draft], free: Collection[RegionValue]) -> list[
 
 
 class RunOutliner:
-    """Outlines one run of a block.
-
-    Parameters
-    ----------
-    run : Run
-        Run of the block.
-    outside : set of relax.Var
-        The variables of the block that are bound outside of runs.
-    kernels : KernelCalls
-        Kernel calls of the module.
-    free : set of relax.Var
-        Variables from outside of the block that it may overwrite after their last use.
-    sizes : sequence of tirx.Var
-        Parameters of the command buffer, if its kernels wait for those of other devices (`sizes_of_peers`).
-    """
+    """Outlines one run of a block."""
 
     def __init__(
         self,
         block: Block,
-        run: Run,
-        outside: Set[relax.Var],
-        kernels: KernelCalls,
+        run: Run,  # run of the block
+        outside: Set[relax.Var],  # the variables of the block that are bound outside of runs
+        kernels: KernelCalls,  # kernel calls of the module
+        # Variables from outside of the block that it may overwrite after their last use.
         free: Set[relax.Var] = frozenset(),
+        # Parameters of the command buffer, if its kernels wait for those of other devices (`sizes_of_peers`).
         sizes: Sequence[tirx.Var] = (),
     ) -> None:
         self._block, self._run, self._outside, self._kernels, self._free = block, run, outside, kernels, free

@@ -71,11 +71,8 @@ _log = logging.getLogger("relax_hetero")
 MAX_BYTES = 256 << 10
 """Maximum bytes of a tensor that goes through a mailbox; a copy of more takes longer than its launch."""
 
-MIN_EXCHANGES = 4
-"""Minimum number of mailboxes of two command buffers."""
-
-_SPARE_CALLS = 32
-"""Kernels that a command buffer may still get after the last mailbox: those up to the next transfer."""
+MIN_EXCHANGES = 4  # minimum number of mailboxes of two command buffers
+_SPARE_CALLS = 32  # kernels that a command buffer may still get after the last mailbox: those up to the next transfer
 
 _TOKEN = ((1,), "int32")
 

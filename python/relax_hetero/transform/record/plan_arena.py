@@ -15,8 +15,7 @@ from typing import Any
 from tvm import tirx
 from tvm_ffi import structural_equal
 
-ARENA_ALIGNMENT = 64
-"""Alignment of values in bytes: a cache line, as for TVM's own allocations."""
+ARENA_ALIGNMENT = 64  # alignment of values in bytes: a cache line, as for TVM's own allocations
 
 _MIN_ROUNDED_BYTES = 8 * ARENA_ALIGNMENT
 """Bytes per unit from which on the count is rounded up to the alignment, as that wastes little."""
@@ -42,10 +41,7 @@ class Arena:
 def plan_arena(values: Sequence[Lifetime]) -> Arena:
     """Place values, aligned to `ARENA_ALIGNMENT`, so that values with overlapping lifetimes share no bytes.
 
-    Parameters
-    ----------
-    values : sequence of Lifetime
-        Values in the order of the commands that define them. Those that are live during the same command overlap.
+    `values`: values in the order of the commands that define them. Those that are live during the same command overlap.
     """
     offsets: list[Any] = [0] * len(values)
     base: Any = 0

@@ -46,8 +46,7 @@ from .region_ir import OutlinedRegion, RegionStep, RegionValue
 WORKGROUPS = "relax_hetero.workgroups"
 """PrimFunc attribute: number of trailing parameters that are workgroup indices x, y, z (CUDA's ``blockIdx``)."""
 
-_ALLOCATION_ALIGNMENT_BYTES = 64
-"""Alignment of TVM's allocations, which its generated code expects by default."""
+_ALLOCATION_ALIGNMENT_BYTES = 64  # alignment of TVM's allocations, which its generated code expects by default
 
 
 class _ExpressionTexts:
@@ -135,25 +134,15 @@ def kernel_specs(
 
 
 def kernel_spec(
-    name: str, func: tirx.PrimFunc, signature: RawSignature, device: int, access: Sequence[str] | None = None
+    name: str,
+    func: tirx.PrimFunc,  # kernel with tensor parameters, before it becomes raw
+    signature: RawSignature,  # signature of the raw kernel
+    device: int,  # index of its device in the manifest
+    access: Sequence[str] | None = None,  # access to each tensor; by default read off the body
 ) -> KernelSpec:
     """Description of a kernel that command buffers call as a raw kernel (`tir.core.raw_kernel`).
 
-    Parameters
-    ----------
-    func : tirx.PrimFunc
-        Kernel with tensor parameters, before it becomes raw.
-    signature : RawSignature
-        Signature of the raw kernel.
-    device : int
-        Index of its device in the manifest.
-    access : sequence of str, optional
-        Access to each tensor; by default read off the body.
-
-    Raises
-    ------
-    BuildError
-        The attribute `WORKGROUPS` exceeds 3, or the number of trailing integer parameters.
+    Raises BuildError if the attribute `WORKGROUPS` exceeds 3, or the number of trailing integer parameters.
     """
     texts = _ExpressionTexts(signature.scalars)
     accesses = buffer_access(func) if access is None else dict(zip(signature.buffers, access, strict=True))
@@ -189,8 +178,7 @@ def _workgroups(name: str, func: tirx.PrimFunc, signature: RawSignature) -> int:
 
 
 def _element_alignment(dtype: str) -> int:
-    element = tvm.DataType(dtype)
-    return 1 << max(0, (element.bits + 7) // 8 - 1).bit_length()
+    return 1 << max(0, (tvm.DataType(dtype).bits + 7) // 8 - 1).bit_length()
 
 
 def with_region(host_function: tirx.PrimFunc, region: RegionSpec) -> tirx.PrimFunc:

@@ -277,23 +277,15 @@ class _Rewriter:
 
 
 class _BlockWriter:
-    """Writes the bindings of a block.
-
-    Parameters
-    ----------
-    sums : dict of int to RankReduce
-        Sums by NCCL by the indices of their bindings.
-    stays : bool
-        True if kernels sum, too.
-    """
+    """Writes the bindings of a block."""
 
     def __init__(
         self,
         rewriter: _Rewriter,
         block: Block,
-        sums: dict[int, RankReduce],
+        sums: dict[int, RankReduce],  # sums by NCCL by the indices of their bindings
         exchanges: Sequence[_Transfers],
-        stays: bool,
+        stays: bool,  # True if kernels sum, too
     ) -> None:
         self._rewriter, self._block, self._sums, self._stays = rewriter, block, sums, stays
         self._exchanges = {each.members[0]: each for each in exchanges}

@@ -117,27 +117,15 @@ _NormPattern: TypeAlias = "tuple[float | None, list[relax.Expr], list[relax.VarB
 
 
 class GpuSums:
-    """Writer of all-reduces by kernels of GPUs.
-
-    Parameters
-    ----------
-    writer : Writer
-    items : sequence of relax.VarBinding or Sum
-        The function in order.
-    sums : list of Sum
-        Items that are added by kernels, in order.
-    outputs : iterable of relax.Var
-        Results of the function.
-    copies : mapping of relax.Var to dict of int to relax.Expr
-        The same value on each device, for values that several devices have.
-    """
+    """Writer of all-reduces by kernels of GPUs."""
 
     def __init__(
         self,
         writer: Writer,
-        items: Sequence[relax.VarBinding | Sum],
-        sums: list[Sum],
-        outputs: Iterable[relax.Var],
+        items: Sequence[relax.VarBinding | Sum],  # the function in order
+        sums: list[Sum],  # items that are added by kernels, in order
+        outputs: Iterable[relax.Var],  # results of the function
+        # The same value on each device, for values that several devices have.
         copies: Mapping[relax.Var, Mapping[int, relax.Expr]],
     ) -> None:
         self._writer, self._copies = writer, copies
@@ -293,9 +281,7 @@ class GpuSums:
             return None
         eps, bindings = scaled
         result = self._sole_user(bindings[-1], "relax.multiply")
-        if result is None:
-            return None
-        return eps, [_other(result, bindings[-1].var)], [*bindings, result]
+        return None if result is None else (eps, [_other(result, bindings[-1].var)], [*bindings, result])
 
     def _from_mean(self, var: relax.Var, mean: relax.VarBinding) -> _NormPattern | None:
         """A layer norm of several ops, as exporters write it."""

@@ -20,17 +20,12 @@ from ..ir.rewriting import copy_module, op_name, relax_functions, typed, vdevice
 def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
     """A module in which functions with values over a mesh are inlined, so that shardings spread.
 
-    Functions that call themselves, as loops do, stay.
-
-    Raises
-    ------
-    PlacementError
-        If such a function is called in a local function.
+    Functions that call themselves, as loops do, stay. Raises PlacementError if such a function is called in a local
+    function.
     """
     functions = dict(relax_functions(mod))
     called = _called(functions)
-    over_meshes = _over_meshes(functions, called)
-    inlined = {gv for gv in over_meshes if gv not in called[gv]}
+    inlined = {gv for gv in _over_meshes(functions, called) if gv not in called[gv]}
     callers = [gv for gv, callees in called.items() if callees & inlined]
     if not callers:
         return mod

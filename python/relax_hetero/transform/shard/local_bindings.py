@@ -19,26 +19,14 @@ Make: TypeAlias = "Callable[[Sequence[relax.Expr]], relax.Expr]"
 
 
 class LocalBindings:
-    """Bindings of single devices.
-
-    Parameters
-    ----------
-    builder : relax.BlockBuilder
-        Builder of the module, which infers types.
-    vdevices : sequence of VDevice
-        Devices of the module.
-    is_dataflow : bool
-        True if the function consists of dataflow blocks.
-    kernels : dict
-        New kernels of the module.
-    """
+    """Bindings of single devices."""
 
     def __init__(
         self,
-        builder: relax.BlockBuilder,
-        vdevices: Sequence[relax.VDevice],
-        is_dataflow: bool,
-        kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc],
+        builder: relax.BlockBuilder,  # builder of the module, which infers types
+        vdevices: Sequence[relax.VDevice],  # devices of the module
+        is_dataflow: bool,  # True if the function consists of dataflow blocks
+        kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc],  # new kernels of the module
     ) -> None:
         self.items: list[relax.Binding | Sum] = []  # the new function in order
         self.vdevices = vdevices

@@ -16,24 +16,14 @@ from .sharding_rules import Local
 
 
 class LocalCall:
-    """A call that becomes smaller along one axis of a mesh after the other.
-
-    Parameters
-    ----------
-    leaves : sequence of relax.Expr
-        Tensors and other variables among its arguments, in order.
-    rebuilt : callable
-        Returns a call with other leaves.
-    normalized : callable
-        Returns a call with its type.
-    """
+    """A call that becomes smaller along one axis of a mesh after the other."""
 
     def __init__(
         self,
         call: relax.Call,
-        leaves: Sequence[relax.Expr],
-        rebuilt: Callable[[relax.Call, Sequence[relax.Expr]], relax.Call],
-        normalized: Callable[[relax.Expr], relax.Expr],
+        leaves: Sequence[relax.Expr],  # tensors and other variables among its arguments, in order
+        rebuilt: Callable[[relax.Call, Sequence[relax.Expr]], relax.Call],  # returns a call with other leaves
+        normalized: Callable[[relax.Expr], relax.Expr],  # returns a call with its type
     ) -> None:
         self._call, self._leaves, self._given = call, list(leaves), list(leaves)
         self._rebuilt, self._normalized = rebuilt, normalized
@@ -62,12 +52,8 @@ class LocalCall:
     def split(self, shardings: Sequence[Sharding], local: Local | None, count: int) -> None:
         """Continue to what `count` devices compute.
 
-        Parameters
-        ----------
-        shardings : sequence of Sharding
-            Sharding of each tensor operand.
-        local : callable or None
-            Maker of a device's call; None: the same call of its operands.
+        `shardings`: sharding of each tensor operand. `local`: maker of a device's call; None: the same call of its
+        operands.
         """
         if local is None and not any(sharding.is_split for sharding in shardings):
             return

@@ -18,10 +18,7 @@ from .sharding_rules import PRODUCTS, consecutive, last_axis_slice, passes_on, s
 class PreferredSplits:
     """Splits of each value that its readers ask for, or are faster with.
 
-    Parameters
-    ----------
-    outputs : mapping of relax.Var to set of (int, int)
-        Results of the function, and the splits that the caller asks for, as in `asked`.
+    `outputs`: results of the function, and the splits that the caller asks for, as in `asked`.
     """
 
     def __init__(self, bindings: Sequence[relax.Binding], outputs: Mapping[relax.Var, set[tuple[int, int]]]) -> None:

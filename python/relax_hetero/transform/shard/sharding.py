@@ -58,12 +58,7 @@ class Sharding:
     def ranges(self, extent: int, index: int, count: int) -> list[tuple[int, int]]:
         """Begin and end of the elements along the axis that a device has.
 
-        Parameters
-        ----------
-        extent : int
-            Extent of the axis.
-        index, count : int
-            Number of the device, and of devices.
+        `extent`: extent of the axis. `index`, `count`: number of the device, and of devices.
         """
         ranges, begin = [], 0
         for size in self.segments or (extent,):
@@ -82,8 +77,7 @@ class Sharding:
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
 
 
-Shardings: TypeAlias = "tuple[Sharding, ...]"
-"""Sharding of a value along each axis of its mesh."""
+Shardings: TypeAlias = "tuple[Sharding, ...]"  # sharding of a value along each axis of its mesh
 
 REPLICATED, PARTIAL = Sharding(), Sharding(is_partial=True)
 

@@ -29,8 +29,7 @@ from ..ir.rewriting import op_name, tensor_types
 from .sharding import known
 from .sharding_rules import PRODUCTS, Operand, has_rule, passes_on
 
-_SYMBOLIC_EXTENT = 64
-"""Assumed size of symbolic dimensions."""
+_SYMBOLIC_EXTENT = 64  # assumed size of symbolic dimensions
 
 
 class DeviceCosts(Protocol):
@@ -44,13 +43,7 @@ class DeviceCosts(Protocol):
 
 
 class ShardingCosts:
-    """Times of products and exchanges.
-
-    Parameters
-    ----------
-    vdevices : sequence of VDevice
-        Devices of the module.
-    """
+    """Times of products and exchanges. `vdevices`: devices of the module."""
 
     def __init__(self, vdevices: Sequence[relax.VDevice]) -> None:
         self._vdevices = vdevices
@@ -135,7 +128,7 @@ class Splits:
     def columns_pay(self) -> bool:
         """Return whether a split of the weight's columns, or of its output channels, takes less time than none."""
         saved, exchanges = self._after_split()
-        saved = (saved / self.earlier + self._seconds) * self._saved_fraction
+        saved = (saved / self.earlier + self._seconds) * (1.0 - 1.0 / len(self.group))
         pays = saved > exchanges
         decision = "columns split: saves" if pays else "whole on each device: a split would save"
         self.record(f"{decision} about {time_text(saved)}, with exchanges of {time_text(exchanges)}")
@@ -162,10 +155,6 @@ class Splits:
     def _seconds(self) -> float:
         """Time of the product on one device."""
         return self.costs.product_seconds(self.call, self.operand_bytes, self.group[0])
-
-    @property
-    def _saved_fraction(self) -> float:
-        return 1.0 - 1.0 / len(self.group)
 
     def _after_split(self) -> tuple[float, float]:
         """Time of the products that share a split of the result, and of the exchanges that end it."""

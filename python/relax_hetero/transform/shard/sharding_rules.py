@@ -19,13 +19,13 @@ from math import prod
 from typing import Any
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
 from ...encoding.block_formats import block_format
 from ...op.cached_attention import CACHED_ATTENTION, optional_operands
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS
 from ...op.traits import ELEMENTWISE, TRAITS, traits_of
-from ..ir.axes import dimension_groups, permutation
+from ..ir.axes import axes_of, dimension_groups, permutation
 from ..ir.rewriting import integers_of, with_args
 from .sharding import PARTIAL, REPLICATED, Sharding, known
 
@@ -218,7 +218,7 @@ def _broadcast_to(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
 @_of_split
 def _reduction(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
     attrs = op.call.attrs
-    axes = _axes(attrs.axis, len(op.operands[0].shape))
+    axes = axes_of(attrs.axis, len(op.operands[0].shape))
     if axis in axes:
         name = op.call.op.name
         if name == "relax.sum":
@@ -231,20 +231,13 @@ def _reduction(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
     return OpPlan([state], [state.moved_to(axis - removed)])
 
 
-def _axes(axis: Any, rank: int) -> list[int]:
-    """The axes of an op's attribute: a number, a list, or None for all."""
-    if axis is None:
-        return list(range(rank))
-    return [int(each) % rank for each in ([axis] if isinstance(axis, (int, tirx.IntImm)) else axis)]
-
-
 def _along(*names: str) -> Callable[[OpCall], OpPlan | None]:
     """The rule of an op that combines elements along the axes of some attributes; further operands belong to these."""
 
     @_of_split
     def rule(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
         rank = len(op.operands[0].shape)
-        if any(axis in _axes(getattr(op.call.attrs, name), rank) for name in names):
+        if any(axis in axes_of(getattr(op.call.attrs, name), rank) for name in names):
             return None
         return OpPlan([state, *[REPLICATED] * (len(op.operands) - 1)], [state] * len(op.shapes))
 
@@ -259,7 +252,7 @@ def _pad(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
 
 def _gather_elements(op: OpCall) -> OpPlan | None:
     split = op.first_split()
-    if split is None or split[1].axis in _axes(op.call.attrs.axis, len(op.shapes[0])):
+    if split is None or split[1].axis in axes_of(op.call.attrs.axis, len(op.shapes[0])):
         return None
     axis = split[1].axis
     extents = [known(operand.shape[axis]) for operand in op.operands]  # type: ignore[index]
@@ -370,9 +363,7 @@ def _concat(op: OpCall) -> OpPlan | None:
         operands.append(Sharding(axis, own))
         segments += own or (known(operand.shape[axis]) or 0,)
     result = Sharding(axis, tuple(segments))
-    if not result.divides(op.shapes[0], op.count):
-        return None
-    return OpPlan(operands, [result])
+    return None if not result.divides(op.shapes[0], op.count) else OpPlan(operands, [result])
 
 
 @_of_split
@@ -466,12 +457,7 @@ def _cached_attention(op: OpCall) -> OpPlan | None:
 def segments_of_operand(call: relax.Call, shape: Sequence[Any], result: tuple[int, ...]) -> tuple[int, ...]:
     """Segments along the last axis of a call's first operand that serve it, given those that serve its result.
 
-    Parameters
-    ----------
-    shape : sequence
-        Shape of the operand.
-    result : tuple of int
-        Segments along the last axis of the result that its readers would like.
+    `shape`: shape of the operand. `result`: segments along the last axis of the result that its readers would like.
     """
     name = call.op.name if isinstance(call.op, tvm.ir.Op) else ""
     if name == CACHED_ATTENTION and not int(call.attrs.shared_values):
@@ -489,21 +475,12 @@ def segments_of_operand(call: relax.Call, shape: Sequence[Any], result: tuple[in
 
 
 def weight_operands(
-    call: relax.Call, shapes: Sequence[Sequence[Any]], sharding: Sharding, count: int
+    call: relax.Call,  # op of the weight
+    shapes: Sequence[Sequence[Any]],  # shapes of the operands
+    sharding: Sharding,  # sharding of the result, not replicated
+    count: int,  # number of devices
 ) -> tuple[list[Sharding], Local | None] | None:
-    """Shardings of a weight's operands that give it a sharding, and what a device computes; None if there are none.
-
-    Parameters
-    ----------
-    call : relax.Call
-        Op of the weight.
-    shapes : sequence of sequence
-        Shapes of the operands.
-    sharding : Sharding
-        Sharding of the result, not replicated.
-    count : int
-        Number of devices.
-    """
+    """Shardings of a weight's operands that give it a sharding, and what a device computes; None if there are none."""
     name, axis = call.op.name, sharding.axis
     assert axis is not None, "weights are split or whole"
     rank = len(call.ty.shape.values)

@@ -26,13 +26,7 @@ constant itself, without any, where devices have the whole."""
 
 
 class Weights:
-    """Weights of a function.
-
-    Parameters
-    ----------
-    cuts : Cuts
-        Parts of constants, which functions share.
-    """
+    """Weights of a function. `cuts`: parts of constants, which functions share."""
 
     def __init__(self, bindings: LocalBindings, cuts: Cuts) -> None:
         self.values: dict[relax.Var, relax.Expr] = {}  # constants, and calls of constants and other weights

@@ -81,10 +81,8 @@ _MAY_RETURN_OPERAND = ops_where(lambda traits: traits.may_return_operand)
 _CALLEES = ("relax.call_pure_packed", "relax.call_builtin_with_ctx", "relax.call_py_func", "relax.invoke_pure_closure")
 """Calls of functions that may return an argument."""
 _ALIASES = ("relax.memory.view", "relax.memory.ensure_zero_offset")
-_NOT_REORDERED = (*IN_PLACE, *_CALLEES, "relax.call_dps_packed", COPY, *_ALIASES)
-"""Ops that passes do not reorder."""
-_AT_RETURN = math.inf
-"""Position of reads by the caller, after all bindings."""
+_NOT_REORDERED = (*IN_PLACE, *_CALLEES, "relax.call_dps_packed", COPY, *_ALIASES)  # ops that passes do not reorder
+_AT_RETURN = math.inf  # position of reads by the caller, after all bindings
 
 
 @dataclass
@@ -323,8 +321,7 @@ class _Writer:
             yield from _copies(copy_, source)
             fields[index] = copy_
         args = [call.args[0], typed(relax.Tuple(fields), call.args[1].ty), *call.args[2:]]
-        new = typed(with_args(call, args), call.ty)
-        yield relax.VarBinding(binding.var, new, binding.span)
+        yield relax.VarBinding(binding.var, typed(with_args(call, args), call.ty), binding.span)
 
 
 def _copies(var: relax.Var, shared: relax.Var) -> Iterator[relax.Binding]:

@@ -137,8 +137,7 @@ def _folded(block: Block, binding: relax.Binding) -> relax.Binding:
         if any(op_padding) and not call.attrs.count_include_pad or call.attrs.ceil_mode:
             return binding
         fields["count_include_pad"] = True
-    args = [pad.args[0], *call.args[1:]]
-    new = typed(with_args(call, args, **fields), call.ty)
+    new = typed(with_args(call, [pad.args[0], *call.args[1:]], **fields), call.ty)
     return relax.VarBinding(binding.var, new, binding.span)
 
 

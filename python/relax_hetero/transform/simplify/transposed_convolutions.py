@@ -89,8 +89,7 @@ class _Expansion:
         """The expansion of a binding; None if weights, size differences or the layout are not supported."""
         binding = block.bindings[index]
         call = binding.value
-        count = TRANSPOSED[op_name(call) or ""]
-        data_layout, kernel_layout, _ = _LAYOUTS[count]
+        data_layout, kernel_layout, _ = _LAYOUTS[TRANSPOSED[op_name(call) or ""]]
         weights, shapes = values.of(call.args[1]), (shape_of(call.args[0]), shape_of(binding.var))
         layouts = (
             str(call.attrs.data_layout),
@@ -160,8 +159,7 @@ class _Expansion:
         weights = constant_like(kernel, self.call.args[1].ty)
         layouts = (data_layout, kernel_layout, data_layout, attrs.out_dtype)
         call = _CONVOLUTION[count](data, weights, 1, pads, dilations, int(attrs.groups), *layouts)
-        batch = (shape_of(self.var) or [])[0]
-        shape = [batch, kernel.shape[0], *counts]
+        shape = [(shape_of(self.var) or [])[0], kernel.shape[0], *counts]
         name = self.var.name
         result = emitter.emit(call, tensor_type(shape, str(self.var.ty.dtype), self.var.ty), f"{name}_phases")
         for index in self.chain:

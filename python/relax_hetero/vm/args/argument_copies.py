@@ -18,21 +18,15 @@ from .arguments import from_dlpack
 
 def copy_arguments(
     signature: FunctionSignature,
-    devices: Sequence[runtime.Device],
+    devices: Sequence[runtime.Device],  # devices by manifest index
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    # Whether arguments are placed later; if not, those for other devices are copied there at once anyway.
     is_late: bool,
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Copy those arguments of a submitted call that it would read later from the caller's memory.
 
     TVM tensors stay as they are, so that results can be passed on at no cost; so do donated arguments.
-
-    Parameters
-    ----------
-    devices : sequence of runtime.Device
-        Devices by manifest index.
-    is_late : bool
-        Whether arguments are placed later; if not, those for other devices are copied there at once anyway.
     """
     specs = {spec.name: spec for spec in signature.inputs}
 
@@ -80,10 +74,7 @@ def encode_strings(
 ) -> tuple[list[Any], dict[str, Any], list[str]]:
     """Replace strings by codes; returns positional arguments, named ones, and all strings by code.
 
-    Raises
-    ------
-    BindingError
-        Elements that are not strings.
+    Raises BindingError for elements that are not strings.
     """
     codes = {text: code for code, text in enumerate(signature.strings)}
 

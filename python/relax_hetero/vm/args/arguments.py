@@ -119,10 +119,7 @@ def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> run
 def as_tensor(value: Any, where: str, spec: TensorSpec) -> runtime.Tensor | np.ndarray:
     """A tvm tensor over an object's memory, or a numpy array if that would need a copy.
 
-    Raises
-    ------
-    BindingError
-        An object without readable memory: on an absent device, sparse, or of impossible size.
+    Raises BindingError for an object without readable memory: on an absent device, sparse, or of impossible size.
     """
     if isinstance(value, _Tensor):
         return _check_memory(value, where)

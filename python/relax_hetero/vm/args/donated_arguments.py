@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tvm_ffi
-from tvm import runtime
 
 from ...artifact.signature import FunctionSignature
 from ...errors import BindingError
@@ -20,10 +19,7 @@ from ..device.tensors import AddressRange, address_ranges, copy_to, map_tensors
 def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
     """Require that no donated argument of a call shares memory with another; BindingError otherwise.
 
-    Parameters
-    ----------
-    values : sequence of object
-        Arguments as the function takes them, in the order of its inputs.
+    `values`: arguments as the function takes them, in the order of its inputs.
     """
     ranges = [(spec.name, address_ranges(value)) for spec, value in zip(signature.inputs, values, strict=True)]
     for name, own_ranges in ranges:
@@ -150,11 +146,7 @@ def retained_ranges(signature: FunctionSignature, values: Sequence[Any]) -> list
 
 def arguments_for_run(signature: FunctionSignature, values: Sequence[Any]) -> list[Any]:
     """The arguments of one of several runs: copies of those that the function's code writes to."""
-
-    def copy(tensor: runtime.Tensor) -> runtime.Tensor:
-        return copy_to(tensor, tensor.device)
-
     return [
-        map_tensors(value, copy) if spec.name in signature.copied else value
+        map_tensors(value, lambda tensor: copy_to(tensor, tensor.device)) if spec.name in signature.copied else value
         for spec, value in zip(signature.inputs, values, strict=True)
     ]

@@ -100,8 +100,7 @@ def _elements_are_disjoint(array: np.ndarray) -> bool:
 
 def _check_disjoint(out: Any) -> None:
     """Refuse buffers that share memory."""
-    buffers = list(_numpy_views(out, "out"))
-    for (first, a), (second, b) in itertools.combinations(buffers, 2):
+    for (first, a), (second, b) in itertools.combinations(list(_numpy_views(out, "out")), 2):
         if np.shares_memory(a, b):
             raise BindingError(f"{first} and {second} share memory, expected a buffer of its own for each result")
 
@@ -129,10 +128,7 @@ def _buffer(out: Any, where: str, spec: TensorSpec) -> runtime.Tensor:
 def fill_out_buffers(out: Any, result: Any, where: str = "out") -> Any:
     """Copy a result into checked buffers; returns the buffers, tuples as Python tuples.
 
-    Raises
-    ------
-    BindingError
-        An extent that only the result determines differs.
+    Raises BindingError if an extent that only the result determines differs.
     """
     if not isinstance(result, _Tensor):
         pairs = enumerate(zip(out, result, strict=True))

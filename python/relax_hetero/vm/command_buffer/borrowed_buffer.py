@@ -17,8 +17,7 @@ from ..args.arguments import from_dlpack
 from ..device.cuda_library import CUDA_HOST
 from ..device.tensors import alias, capsule_pointer, dtype_name, has_offset, nbytes_of
 
-BYTES = "uint8"
-"""Element type of untyped memory, which is accepted for any other type."""
+BYTES = "uint8"  # element type of untyped memory, which is accepted for any other type
 
 _Tensor = tvm_ffi.core.Tensor
 
@@ -46,10 +45,8 @@ class BorrowedBuffer:
 def borrow(value: object, where: str) -> BorrowedBuffer:
     """Borrow the memory of a tensor.
 
-    Raises
-    ------
-    BindingError
-        Not a tensor, not contiguous, or not in this machine's byte order; the message begins with `where`.
+    Raises BindingError unless it is a tensor, contiguous, and in this machine's byte order; the message begins with
+    `where`.
     """
     if isinstance(value, _Tensor):
         return _borrow_tensor(value, value, _device(value), True, where)

@@ -8,7 +8,6 @@ between commands, and the submission waits for them; recordings with any of them
 from __future__ import annotations
 
 import ctypes
-import itertools
 import logging
 import threading
 import weakref
@@ -20,35 +19,27 @@ import tvm_ffi
 from tvm import runtime
 
 from ...artifact.commands import GRAPH, Command, Copy, Dispatch, Fill, Reference
-from ...artifact.messages import explain_failure
-from ...errors import BindingError, HeteroError
+from ...errors import BindingError
 from ..device.cuda_graphs import executable_graph
 from ..device.cuda_library import CudaLibrary, cuda_library
 from ..device.cuda_streams import Event, Stream
 from ..machine import VirtualMachine
-from ..region.walk_commands import Kernel, Memory, Values, converted_scalars, value_of
+from ..region.walk_commands import Kernel, Memory, Values, converted_scalars, value_of, workgroups
 from .binding_table import BindingTable
 from .operands import parameter_name
 from .recorder import Recording
-from .runners import Submission
+from .runners import Runner, Submission
 
 _log = logging.getLogger("relax_hetero")
 
-MAX_GRAPHS = 16
-"""Maximum number of CUDA graphs of a command buffer."""
+MAX_GRAPHS = 16  # maximum number of CUDA graphs of a command buffer
 
 _Numbers = tuple[int | float, ...]  # values of a submission's parameters
 _Key = tuple[int, _Numbers]  # identity of a binding table, and parameters
 
 
 class CudaWork:
-    """Fence of a submission to a GPU.
-
-    Parameters
-    ----------
-    table : BindingTable
-        Table whose memory it keeps alive.
-    """
+    """Fence of a submission to a GPU. `table`: table whose memory it keeps alive."""
 
     def __init__(self, event: Event, table: BindingTable) -> None:
         self._event, self._table = event, table
@@ -125,8 +116,7 @@ class CudaCommands:
 
     def _launch(self, table: BindingTable, numbers: _Numbers, stream: Stream) -> None:
         values = {**table.values, **dict(zip(self._names, numbers, strict=True))}
-        memory = Memory(table.addresses, self._directs)
-        launcher = _CommandLauncher(self._library, stream, memory, values)
+        launcher = _CommandLauncher(self._library, stream, Memory(table.addresses, self._directs), values)
         for command in self._recording.commands:
             if isinstance(command, Dispatch):
                 launcher.dispatch(command, self._recording.kernels[command.kernel])
@@ -183,21 +173,12 @@ class _CommandLauncher:
 
     def dispatch(self, command: Dispatch, kernel: Kernel) -> None:
         """Launch a kernel once for each combination of its workgroup indices, which it takes as scalars."""
-        for predicate, expected in ((command.when, True), (command.unless, False)):
-            if predicate is not None and bool(self._read_int32s(predicate, 1)[0]) != expected:
-                return
-        if command.count is None:
-            counts = [value_of(count, self._values) for count in command.grid]
-        else:
-            counts = self._read_int32s(command.count, len(command.grid))
-        if min(counts) <= 0:
-            return
-        num_indices = kernel.spec.workgroups
-        counts = [*counts, *[1] * (num_indices - len(counts))][:num_indices]
-        addresses = [self._address(operand) for operand in command.operands]
-        scalars = converted_scalars(command, kernel, self._values)
-        for indices in itertools.product(*map(range, reversed(counts))):  # x is the innermost loop
-            kernel.launch(*addresses, *scalars, *reversed(indices))
+        arguments: list[Any] | None = None
+        for indices in workgroups(command, kernel, self._values, self._read_int32s):
+            if arguments is None:
+                scalars = converted_scalars(command, kernel, self._values)
+                arguments = [*map(self._address, command.operands), *scalars]
+            kernel.launch(*arguments, *indices)
 
     def _address(self, reference: Reference) -> int:
         return self._memory.address(reference, self._values)
@@ -212,26 +193,20 @@ class _CommandLauncher:
         return list(buffer)
 
 
-class CudaRunner:
+class CudaRunner(Runner):
     """Runs a recording on a GPU; the work outlasts the call."""
 
     def __init__(self, machine: VirtualMachine, recording: Recording) -> None:
+        super().__init__(machine)
         library = cuda_library()
         if library is None:
             raise BindingError("a command buffer on a CUDA device needs a working CUDA driver, found none")
-        self._metadata = machine.executable.metadata
         self._commands = CudaCommands(machine.devices[recording.device], recording, library)
 
     @property
-    def runs(self) -> str:
+    def runs(self) -> str:  # type: ignore[override]
         """How commands run, as in `RegionSpec.runs`."""
         return self._commands.runs
 
-    def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
-        """Run the commands with a binding table and the parameters' values."""
-        try:
-            return Submission(self._commands.submit(table, numbers))
-        except HeteroError:
-            raise
-        except Exception as error:  # a kernel may raise anything
-            raise explain_failure("a command buffer", error, self._metadata) from error
+    def _submit(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
+        return Submission(self._commands.submit(table, numbers))

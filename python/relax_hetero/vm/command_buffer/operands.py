@@ -18,11 +18,8 @@ from ...artifact.signature import Dim
 from ...errors import BindingError
 from ...target.element_types import numpy_dtype
 
-MAX_CHARACTERS = 1000
-"""Maximum length of the text of a `Number`."""
-
-INT64_RANGE = -(1 << 63), (1 << 63) - 1
-"""Minimum and maximum of the integers in commands."""
+MAX_CHARACTERS = 1000  # maximum length of the text of a `Number`
+INT64_RANGE = -(1 << 63), (1 << 63) - 1  # minimum and maximum of the integers in commands
 
 
 @dataclass(frozen=True)
@@ -140,10 +137,7 @@ def as_float(value: Any, dtype: str, what: str) -> float:
 def substituted(extent: Dim, values: dict[str, Integer], what: str) -> Integer:
     """Substitute values for the names in an extent.
 
-    Raises
-    ------
-    BindingError
-        The extent is not arithmetic of names that have values; the message begins with `what`.
+    Raises BindingError if the extent is not arithmetic of names that have values; the message begins with `what`.
     """
     if not isinstance(extent, str):
         return extent

@@ -111,10 +111,7 @@ class DispatchArguments:
 def dispatch_arguments(kernel: Kernel, operands: Sequence[MemoryRange], scalars: object) -> DispatchArguments:
     """Check the arguments of a kernel call.
 
-    Raises
-    ------
-    BindingError
-        A wrong number of operands or scalars; a missing or unknown scalar, or one of a wrong type.
+    Raises BindingError for a wrong number of operands or scalars; a missing or unknown scalar, or one of a wrong type.
     """
     spec, where = kernel.spec, f"kernel {kernel.spec.name!r}"
     if len(operands) != len(spec.tensors):
@@ -176,8 +173,7 @@ def _extents(tensor: TensorParam, values: dict[str, Integer], what: str) -> tupl
     return extents, nbytes
 
 
-COUNT_BYTES = 4
-"""Bytes of a workgroup count or a predicate in memory, an int32."""
+COUNT_BYTES = 4  # bytes of a workgroup count or a predicate in memory, an int32
 
 
 @dataclass(frozen=True)
@@ -197,19 +193,15 @@ class Recording:
 
 
 class Recorder:
-    """Collects and checks commands.
+    """Collects and checks commands."""
 
-    Parameters
-    ----------
-    device : int
-        Manifest index.
-    slots, parameters : int
-        Number of slots, and number of parameters.
-    may_overlap : frozenset of (int, int)
-        Pairs of slots whose bindings may overlap.
-    """
-
-    def __init__(self, device: int, slots: int, parameters: int, may_overlap: frozenset[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        device: int,  # manifest index
+        slots: int,  # number of slots
+        parameters: int,  # number of parameters
+        may_overlap: frozenset[tuple[int, int]],  # pairs of slots whose bindings may overlap
+    ) -> None:
         self._device, self._parameters, self._may_overlap = device, parameters, may_overlap
         self._commands: list[Command] = []
         self._slot_requirements = [Requirement() for _ in range(slots)]

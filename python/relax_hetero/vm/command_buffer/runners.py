@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from tvm import base
 
@@ -47,39 +48,39 @@ class Submission:
         return self._fence is None or bool(self._fence.done())
 
 
-ENDED = Submission()
-"""Submission whose work has ended."""
+ENDED = Submission()  # submission whose work has ended
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """Runs a recording on one device; thread-safe and reentrant.
 
     Each kind of device has a class of its own (`runner_for`). Callers have checked tables and numbers.
     """
 
-    @property
-    def runs(self) -> str:
-        """How commands run, as in `RegionSpec.runs`."""
+    runs: str  # how commands run, as in `RegionSpec.runs`
+
+    def __init__(self, machine: VirtualMachine) -> None:
+        self._metadata = machine.executable.metadata
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
-        """Submit with a table and the parameters' values.
+        """Submit with a table and the parameters' values."""
+        try:
+            return self._submit(table, numbers)
+        except HeteroError:
+            raise
+        except Exception as error:  # a kernel may raise anything
+            raise explain_failure("a command buffer", error, self._metadata) from error
 
-        A runner whose work outlasts the call keeps the table alive until then.
-        """
+    @abstractmethod
+    def _submit(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
+        """See `__call__`; work that outlasts the call keeps the table alive until then."""
 
 
 def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) -> Runner:
     """The runner of a recording on its device.
 
-    Parameters
-    ----------
-    compiled : bool
-        Whether to compile it to machine code if the compiler is available; otherwise commands are interpreted.
-
-    Raises
-    ------
-    BindingError
-        The kind of device does not support command buffers recorded by hand.
+    `compiled`: whether to compile it to machine code if the compiler is available; otherwise commands are interpreted.
+    Raises BindingError if the kind of device does not support command buffers recorded by hand.
     """
     check_device_kind(machine, recording.device)
     backend = machine.executable.devices[recording.device].backend
@@ -95,28 +96,19 @@ def check_device_kind(machine: VirtualMachine, device: int) -> None:
         raise BindingError(f"a command buffer needs a device of the kind {kinds}, found {spec.kind!r}")
 
 
-class HostRunner:
+class HostRunner(Runner):
     """Runs a recording on a CPU, in the calling thread."""
 
     def __init__(self, machine: VirtualMachine, recording: Recording, compiled: bool) -> None:
-        self._threads, self._metadata = machine._threads, machine.executable.metadata
-        self._runs = "host function" if compiled else "walked commands"
+        super().__init__(machine)
+        self._threads = machine._threads
+        self.runs = "host function" if compiled else "walked commands"
         self._run_commands = _compiled_function(recording) if compiled else _interpreting_function(recording)
 
-    @property
-    def runs(self) -> str:
-        """How commands run, as in `RegionSpec.runs`."""
-        return self._runs
-
-    def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
-        """Run the commands with a binding table and the parameters' values."""
+    def _submit(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
         pool = enter_call(self._threads)
         try:
             self._run_commands(table, numbers)
-        except HeteroError:
-            raise
-        except Exception as error:  # a kernel may raise anything
-            raise explain_failure("a command buffer", error, self._metadata) from error
         finally:
             leave_call(pool)
         return ENDED

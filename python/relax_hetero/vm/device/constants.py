@@ -29,13 +29,6 @@ class PlacedConstants:
 
     Host constants are aliases of the executable's (memory-mapped if it was loaded from a file); constants of other
     devices are copies.
-
-    Attributes
-    ----------
-    values : object
-        Constants in order; address tables have the addresses of this process.
-    ranges : MemoryRanges
-        Memory of the constants.
     """
 
     def __init__(
@@ -50,8 +43,9 @@ class PlacedConstants:
             if spec.addresses is not None:
                 table = [address_of(e) if isinstance(e, str) else placed[e].data_ptr() for e in spec.addresses]
                 placed[index] = _table(table, devices[spec.device])
+        # Constants in order; address tables have the addresses of this process.
         self.values: Any = tvm_ffi.convert(placed)
-        self.ranges = MemoryRanges(map(address_range, placed))
+        self.ranges = MemoryRanges(map(address_range, placed))  # memory of the constants
 
 
 def _table(addresses: Sequence[int], device: runtime.Device) -> runtime.Tensor:

@@ -67,8 +67,7 @@ def issue_copy(
 
 
 _ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
-SENT_BYTES = 64 << 10
-"""Maximum bytes of pageable memory that the driver reads before a copy to a GPU returns."""
+SENT_BYTES = 64 << 10  # maximum bytes of pageable memory that the driver reads before a copy to a GPU returns
 
 
 def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait: bool) -> bool:
@@ -108,13 +107,8 @@ def end_of_work(device: runtime.Device) -> Event | None:
 def copy_after(source: runtime.Tensor, target: runtime.Tensor, end: Event) -> None:
     """Copy between two GPUs, while work that was launched after `end` may still run on the source's one.
 
-    The copy is in order with the target's current stream, and later work of either GPU is after it.
-
-    Parameters
-    ----------
-    source, target : runtime.Tensor
-    end : Event
-        Event of the source's GPU, after the work that computes the source.
+    The copy is in order with the target's current stream, and later work of either GPU is after it. `end`: event of the
+    source's GPU, after the work that computes the source.
     """
     library, gpu = end.library, target.device.index
     # The default stream would wait for all work of both GPUs.
@@ -155,17 +149,8 @@ _streamed = _Streamed()
 def stream_constant(source: runtime.Tensor, target: runtime.Tensor, age: int) -> bool:
     """Copy a constant on the host to a GPU, while work that was launched before may still run.
 
-    Parameters
-    ----------
-    source, target : runtime.Tensor
-    age : int
-        The copy begins after all work that was launched before an earlier streamed copy: the one `age` copies ago, on
-        this thread and GPU. 0: before this one.
-
-    Returns
-    -------
-    bool
-        False if CUDA does not work.
+    `age`: the copy begins after all work that was launched before an earlier streamed copy: the one `age` copies ago,
+    on this thread and GPU. 0: before this one. Returns False if CUDA does not work.
     """
     library = cuda_library()
     if library is None:
@@ -182,19 +167,8 @@ def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -
     """Copy between contiguous tensors of equal size, at least one on a GPU, in order with `stream`.
 
     Returns when pageable host memory has been read or written. Other copies are asynchronous, and the caller keeps both
-    tensors until the copy has ended.
-
-    Parameters
-    ----------
-    source, target : runtime.Tensor
-        Tensors on the stream's GPU, another GPU, or a CPU.
-    stream : Stream
-        Stream of either GPU.
-
-    Returns
-    -------
-    Event
-        The end of the copy.
+    tensors until the copy has ended. `source`, `target`: tensors on the stream's GPU, another GPU, or a CPU. `stream`:
+    stream of either GPU. Returns the end of the copy.
     """
     issue_copy(stream.library, _location_of(source), _location_of(target), nbytes_of(source), stream)
     return stream.record()

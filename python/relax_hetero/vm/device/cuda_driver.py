@@ -59,10 +59,7 @@ def check_gpu(name: str, spec: DeviceSpec, device: runtime.Device) -> None:
 def why_no_gpu(failure: str) -> str:
     """End of a message: why this process has no GPU, or how many it has.
 
-    Parameters
-    ----------
-    failure : str
-        Why TVM's CUDA runtime library failed to load; empty if it is loaded.
+    `failure`: why TVM's CUDA runtime library failed to load; empty if it is loaded.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

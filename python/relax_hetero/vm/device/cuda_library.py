@@ -106,12 +106,7 @@ _GRAPHS_DRIVER = "; expected a driver of CUDA 12.3 or later (nvidia-smi shows it
 class CudaLibrary:
     """Functions of the driver by name; those that fail raise `CudaError`.
 
-    Parameters
-    ----------
-    library : object
-        ``ctypes.CDLL`` of the driver.
-    quick : object
-        ``ctypes.PyDLL`` of it, whose calls keep Python's global lock.
+    `library`: ``ctypes.CDLL`` of the driver. `quick`: ``ctypes.PyDLL`` of it, whose calls keep Python's global lock.
     """
 
     def __init__(self, library: Any, quick: Any) -> None:

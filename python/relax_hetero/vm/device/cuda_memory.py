@@ -25,10 +25,7 @@ _log = logging.getLogger("relax_hetero")
 class PinnedBlock:
     """Pinned memory, freed when nothing refers to it.
 
-    Parameters
-    ----------
-    gpu : int
-        GPU whose context allocates it; all GPUs can use the memory.
+    `gpu`: GPU whose context allocates it; all GPUs can use the memory.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
@@ -39,13 +36,7 @@ class PinnedBlock:
 
 
 class DeviceBlock:
-    """Memory of a GPU, freed when nothing refers to it.
-
-    Parameters
-    ----------
-    gpu : int
-        GPU that owns the memory.
-    """
+    """Memory of a GPU, freed when nothing refers to it. `gpu`: GPU that owns the memory."""
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
         library.use(gpu)

@@ -17,8 +17,7 @@ from .cuda_library import NOT_READY, CudaLibrary, cuda_device
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_*
 
-_UNCHECKED_SECONDS = 0.002
-"""Time that a thread waits before its first check."""
+_UNCHECKED_SECONDS = 0.002  # time that a thread waits before its first check
 _POLL_SHARE, _MAX_POLL_SECONDS = 0.02, 0.01
 """Polling interval, as a share of the time that a thread has waited, and its maximum."""
 
@@ -30,19 +29,15 @@ With 0 seconds it raises the error of an earlier check only.
 
 
 class Event:
-    """A CUDA event; before it is recorded, it counts as reached.
+    """A CUDA event; before it is recorded, it counts as reached."""
 
-    Parameters
-    ----------
-    gpu : int
-        GPU whose streams record it; streams of any GPU may wait for it.
-    sleeps : bool
-        Whether threads that wait for it block (which adds some microseconds) rather than spin.
-    timed : bool
-        Whether it records a time.
-    """
-
-    def __init__(self, library: CudaLibrary, gpu: int, sleeps: bool = False, timed: bool = False) -> None:
+    def __init__(
+        self,
+        library: CudaLibrary,
+        gpu: int,  # GPU whose streams record it; streams of any GPU may wait for it
+        sleeps: bool = False,  # whether threads that wait for it block (which adds some microseconds) rather than spin
+        timed: bool = False,  # whether it records a time
+    ) -> None:
         self.library, self.gpu = library, gpu
         library.use(gpu)
         flags = (_BLOCKING_SYNC if sleeps else 0) | (0 if timed else _DISABLE_TIMING)
@@ -73,11 +68,8 @@ class Event:
 class Stream:
     """A CUDA stream.
 
-    Parameters
-    ----------
-    handle : int, optional
-        Existing stream, which must outlive this object; None for a new one that does not synchronize with the default
-        stream.
+    `handle`: existing stream, which must outlive this object; None for a new one that does not synchronize with the
+    default stream.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, handle: int | None = None) -> None:

@@ -31,19 +31,11 @@ _make_vdevices_hashable()
 def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Device]:
     """The physical device of every manifest entry, in order.
 
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the executable.
-    devices : object
-        None: each entry's own device type and ``vdevice_id``. A sequence: one device per entry. A mapping replaces
-        some: keys are ``"llvm:1"`` (the i-th of that kind), ``"llvm"`` (the first), ``"vdevice:1"``, an index, a
-        `DeviceSpec`, a VDevice or a ``tvm.Device``; values are ``tvm.Device`` or text (``"cpu:1"``).
-
-    Raises
-    ------
-    BindingError
-        A wrong count, an unknown key, a device of another type than the entry was compiled for, or an absent device.
+    `metadata`: metadata of the executable. `devices`: None: each entry's own device type and ``vdevice_id``. A
+    sequence: one device per entry. A mapping replaces some: keys are ``"llvm:1"`` (the i-th of that kind), ``"llvm"``
+    (the first), ``"vdevice:1"``, an index, a `DeviceSpec`, a VDevice or a ``tvm.Device``; values are ``tvm.Device`` or
+    text (``"cpu:1"``). Raises BindingError for a wrong count, an unknown key, a device of another type than the entry
+    was compiled for, or an absent device.
     """
     specs = metadata.devices
     chosen = chosen_devices(metadata, devices)

@@ -21,23 +21,10 @@ from .cuda_memory import PinnedBlock
 
 
 class ErrorRecord:
-    """The record of a GPU.
-
-    Parameters
-    ----------
-    address : int
-        Address of the record's words.
-    owner : object
-        Owner of the memory, kept alive.
-
-    Attributes
-    ----------
-    words
-        Words of the record.
-    """
+    """The record of a GPU. `address`: address of the record's words. `owner`: owner of the memory, kept alive."""
 
     def __init__(self, address: int, owner: object = None) -> None:
-        self.words = (ctypes.c_int32 * WORDS).from_address(address)
+        self.words = (ctypes.c_int32 * WORDS).from_address(address)  # words of the record
         self._owner, self._lock = owner, threading.Lock()
         ctypes.memset(address, 0, ctypes.sizeof(self.words))
 

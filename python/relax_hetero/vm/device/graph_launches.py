@@ -17,8 +17,7 @@ from queue import SimpleQueue
 
 from .cuda_streams import check_wait
 
-_POLL_SECONDS = 0.002
-"""Interval between checks of a GPU while a thread waits for a launch."""
+_POLL_SECONDS = 0.002  # interval between checks of a GPU while a thread waits for a launch
 
 _beginning = threading.Lock()  # a GPU has one thread, also if several ask for it at once
 
@@ -26,12 +25,7 @@ _beginning = threading.Lock()  # a GPU has one thread, also if several ask for i
 class GraphLaunch:
     """A launch of a graph by the thread of its GPU, after those that came before.
 
-    Parameters
-    ----------
-    gpu : int
-        Index of the GPU.
-    launch : callable
-        Function that makes the GPU the thread's current one and launches the graph.
+    `gpu`: index of the GPU. `launch`: function that makes the GPU the thread's current one and launches the graph.
     """
 
     def __init__(self, gpu: int, launch: Callable[[], None]) -> None:

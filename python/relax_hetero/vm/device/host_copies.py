@@ -33,10 +33,7 @@ def _library_of(device: runtime.Device) -> CudaLibrary | None:
 class CopiesToHost:
     """Copies of a device's small results to the host, each after the device's work so far, and alongside later work.
 
-    Parameters
-    ----------
-    like : runtime.Tensor
-        Tensor of the device, shape and element type of all that are copied.
+    `like`: tensor of the device, shape and element type of all that are copied.
     """
 
     def __init__(self, like: runtime.Tensor) -> None:
@@ -49,17 +46,9 @@ class CopiesToHost:
     def begin(self, tensor: runtime.Tensor) -> Callable[[], np.ndarray]:
         """Begin a copy.
 
-        Parameters
-        ----------
-        tensor : runtime.Tensor
-            Contiguous tensor, which later work must not write. One on a CPU is not copied, and one on a device without
-            pinned memory only at the end.
-
-        Returns
-        -------
-        callable
-            Function that waits for the end of the copy and returns an array. It raises HeteroError for errors that
-            kernels reported.
+        `tensor`: contiguous tensor, which later work must not write. One on a CPU is not copied, and one on a device
+        without pinned memory only at the end. Returns the function that waits for the end of the copy and returns an
+        array. It raises HeteroError for errors that kernels reported.
         """
         buffer = self._free.pop() if self._free else self._new_buffer(tensor)
         if buffer is None or self._library is None:
@@ -88,19 +77,14 @@ class _PinnedBuffer:
 
 
 class _CopyToHost:
-    """A copy that has begun.
+    """A copy that has begun."""
 
-    Parameters
-    ----------
-    buffer : _PinnedBuffer
-        Its target.
-    source : runtime.Tensor
-        Tensor whose memory it reads.
-    free : list of _PinnedBuffer
-        List that the target joins, when nothing refers to the copy.
-    """
-
-    def __init__(self, buffer: _PinnedBuffer, source: runtime.Tensor, free: list[_PinnedBuffer]) -> None:
+    def __init__(
+        self,
+        buffer: _PinnedBuffer,  # its target
+        source: runtime.Tensor,  # tensor whose memory it reads
+        free: list[_PinnedBuffer],  # list that the target joins, when nothing refers to the copy
+    ) -> None:
         self._buffer, self._source, self._free = buffer, source, free
 
     def __call__(self) -> np.ndarray:
@@ -132,10 +116,7 @@ class EarlyCopies:
     def prepare(self, source: runtime.Tensor, target: runtime.Tensor) -> list[Callable[[], None]]:
         """Functions for `send`, which copy pageable memory to the device; the caller keeps both tensors.
 
-        Parameters
-        ----------
-        source, target : runtime.Tensor
-            Contiguous tensors of equal size.
+        `source`, `target`: contiguous tensors of equal size.
         """
         if self._library is None:
             return [partial(copy_into, source, target, wait=False)]
@@ -164,15 +145,7 @@ class EarlyCopies:
 class JoinedColumns:
     """Matrix on the host of parts beside each other: pinned memory, if GPUs have parts and it is not small.
 
-    Parameters
-    ----------
-    parts : sequence of tvm.runtime.Tensor
-        (rows, columns) each, contiguous, of 4 bytes an element: those of `copy`, or ones like them.
-
-    Attributes
-    ----------
-    array : numpy.ndarray
-        (rows, columns of all parts).
+    `parts`: (rows, columns) each, contiguous, of 4 bytes an element: those of `copy`, or ones like them.
     """
 
     def __init__(self, parts: Sequence[runtime.Tensor]) -> None:
@@ -181,7 +154,7 @@ class JoinedColumns:
         shape = rows, sum(widths)
         pinned = send_buffer(4 * rows * shape[1], host, first.index) if backend_of_device(first).pins_memory else None
         self._tensor = empty(shape, dtype, host) if pinned is None else part_of(pinned, shape, dtype, 0)
-        self.array = np.from_dlpack(self._tensor)
+        self.array = np.from_dlpack(self._tensor)  # (rows, columns of all parts)
         self._parts = [
             _Part(part.device, self.array[:, begin : begin + width])
             for part, begin, width in zip(parts, itertools.accumulate(widths, initial=0), widths, strict=False)
@@ -190,13 +163,7 @@ class JoinedColumns:
     def copy(self, parts: Sequence[runtime.Tensor], rows: int) -> None:
         """Copy the first rows of all parts, after their devices' earlier work, and wait for the end.
 
-        It raises HeteroError for errors that kernels reported.
-
-        Parameters
-        ----------
-        parts : sequence of tvm.runtime.Tensor
-        rows : int
-            Number of rows to copy.
+        It raises HeteroError for errors that kernels reported. `rows`: number of rows to copy.
         """
         for tensor, part in zip(parts, self._parts, strict=True):
             part.begin(tensor, rows)
@@ -207,22 +174,12 @@ class JoinedColumns:
 
 
 class _Part:
-    """Columns of a device in joined ones.
-
-    Parameters
-    ----------
-    target : numpy.ndarray
-        The columns, of 4 bytes an element.
-
-    Attributes
-    ----------
-    end : Event or None
-        End of a copy from a GPU; copies from other devices have ended when `begin` returns.
-    """
+    """Columns of a device in joined ones. `target`: the columns, of 4 bytes an element."""
 
     def __init__(self, device: runtime.Device, target: np.ndarray) -> None:
         self._device, self._target = device, target
         library = _library_of(device)
+        # End of a copy from a GPU; copies from other devices have ended when `begin` returns.
         self.end = None if library is None else Event(library, device.index)
         nbytes = 4 * target.shape[1]
         self._copy = RowCopy(

@@ -28,15 +28,11 @@ from ...system import map_anonymously
 from .host_memory import available_memory
 from .tensors import ALIGNMENT, AddressRange, address_range, alias, bytes_of, nbytes_of, view_bytes
 
-VARIABLE = "RELAX_HETERO_HUGE_PAGES"
-"""Environment variable that turns this off: ``off``."""
+VARIABLE = "RELAX_HETERO_HUGE_PAGES"  # environment variable that turns this off: ``off``
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-_MIN_BYTES = 16 << 20
-"""Fewer weights need too few pages to matter."""
-_MAX_GAP = 64 << 10
-"""Largest gap between two weights, such as a header of malloc, that may be part of a huge page."""
-_MAPPING_BYTES = 256 << 20
-"""Bytes of a mapping for several weights."""
+_MIN_BYTES = 16 << 20  # fewer weights need too few pages to matter
+_MAX_GAP = 64 << 10  # largest gap between two weights, such as a header of malloc, that may be part of a huge page
+_MAPPING_BYTES = 256 << 20  # bytes of a mapping for several weights
 _DONTNEED, _HUGEPAGE, _POPULATE_READ, _COLLAPSE = 4, 14, 22, 25  # advice of madvise(2)
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ (\d+)")
 _HUGE_IN_FILES = re.compile(r"(?:FilePmdMapped|ShmemPmdMapped): +([1-9]\d*) kB")
@@ -58,10 +54,7 @@ class HugePages:
 def on_huge_pages(tensors: Sequence[runtime.Tensor]) -> tuple[list[runtime.Tensor], HugePages | None]:
     """Weights backed with huge pages where that is possible: the same tensors, or copies of those in mapped files.
 
-    Returns
-    -------
-    tuple of list of Tensor and HugePages or None
-        None if nothing was tried: turned off, not Linux, or few weights.
+    Returns None if nothing was tried: turned off, not Linux, or few weights.
     """
     weights = {i: tensor for i, tensor in enumerate(tensors) if _is_in_memory(tensor)}
     nbytes, page = sum(map(nbytes_of, weights.values())), _page_bytes()

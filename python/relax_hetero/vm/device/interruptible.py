@@ -16,26 +16,16 @@ _POLL_SECONDS = 0.1
 
 
 def run_in_threads(
-    tasks: Sequence[Callable[[], T]], workers: int, name: str, on_done: Callable[[int], None] | None = None
+    tasks: Sequence[Callable[[], T]],
+    workers: int,  # maximum number of threads
+    name: str,  # name of the threads
+    on_done: Callable[[int], None] | None = None,  # called in this thread with the index of each completed task
 ) -> list[T]:
     """Run tasks in threads; returns their results in order.
 
     An exception in the waiting caller, such as KeyboardInterrupt, ends the wait at once: running tasks complete in the
-    background, the others are cancelled.
-
-    Parameters
-    ----------
-    workers : int
-        Maximum number of threads.
-    name : str
-        Name of the threads.
-    on_done : callable, optional
-        Called in this thread with the index of each completed task.
-
-    Raises
-    ------
-    Exception
-        Exception of the first task, in order, that failed, after all tasks have ended.
+    background, the others are cancelled. Raises the exception of the first task, in order, that failed, after
+    all tasks have ended.
     """
     if not tasks:
         return []

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from ...errors import HeteroError
 
-FORK_SECONDS = 0.2
-"""Maximum wait of a fork for calls of other threads."""
+FORK_SECONDS = 0.2  # maximum wait of a fork for calls of other threads
 
 _all_locks: weakref.WeakSet[MachineLock] = weakref.WeakSet()
 _all_locks_guard = threading.Lock()
@@ -25,18 +24,12 @@ _fork_locks: list[MachineLock] = []
 
 
 class MachineLock:
-    """The lock of a machine, used as ``with lock.held``.
-
-    Attributes
-    ----------
-    held : object
-        Reentrant lock; raises HeteroError once `refuse` was called.
-    """
+    """The lock of a machine, used as ``with lock.held``."""
 
     __slots__ = ("__weakref__", "held")
 
     def __init__(self) -> None:
-        self.held: Any = threading.RLock()
+        self.held: Any = threading.RLock()  # reentrant lock; raises HeteroError once `refuse` was called
         with _all_locks_guard:
             _all_locks.add(self)
 
@@ -101,10 +94,7 @@ class _LastLock:
 def hold_all(until: float) -> None:
     """Take all locks, so that other threads' later calls wait forever.
 
-    Parameters
-    ----------
-    until : float
-        Time of `time.monotonic` at which to stop waiting for running calls.
+    `until`: time of `time.monotonic` at which to stop waiting for running calls.
     """
     with _all_locks_guard:
         locks = list(_all_locks)

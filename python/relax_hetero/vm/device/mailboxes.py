@@ -27,24 +27,14 @@ from .tensors import alias, copy_into, from_array, is_host
 
 _BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
-_POLL_SECONDS = 100e-6
-"""Polling interval where compiled code has given up."""
+_POLL_SECONDS = 100e-6  # polling interval where compiled code has given up
 
 
 class Mailboxes:
     """The mailboxes of a machine.
 
-    Parameters
-    ----------
-    specs : sequence of MailboxSpec
-        Each mailbox once.
-    gpus : sequence of runtime.Device
-        GPUs with an end of a mailbox.
-
-    Raises
-    ------
-    BindingError
-        If there is no CUDA driver for pinned memory and graphs, or launches return only when they have ended.
+    `specs`: each mailbox once. `gpus`: GPUs with an end of a mailbox. Raises BindingError if there is no CUDA driver
+    for pinned memory and graphs, or launches return only when they have ended.
     """
 
     def __init__(self, specs: Sequence[MailboxSpec], gpus: Sequence[runtime.Device]) -> None:
@@ -82,10 +72,7 @@ class Mailboxes:
     def await_flag(self, address: int, wanted: int) -> None:
         """Wait until the flag at an address is `wanted`, 1 for a value and 0 for an empty mailbox.
 
-        Raises
-        ------
-        HeteroError
-            If the GPU has failed, or has ended without sending or receiving.
+        Raises HeteroError if the GPU has failed, or has ended without sending or receiving.
         """
         flag = (address - self._address) // 4
         while self._words[flag] != wanted:

@@ -34,25 +34,18 @@ clear_pools = tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
 class MemoryLimits:
     """The maximum memory of a machine on each device, compared with the executable's memory plan.
 
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the executable.
-    limit : object
-        Bytes or text (`bytes_of_text`) for every device, or a mapping from devices (named as in
-        ``VirtualMachine(devices=)``) to these.
-    max_in_flight : int
-        Maximum number of submitted calls in flight.
-
-    Raises
-    ------
-    BindingError
-        An unknown device, or an invalid number of bytes.
-    MemoryLimitError
-        Weights, or a function of static sizes, that need more than the limit.
+    Raises BindingError for an unknown device, or an invalid number of bytes. Raises MemoryLimitError for weights, or a
+    function of static sizes, that need more than the limit.
     """
 
-    def __init__(self, metadata: Metadata, limit: object, max_in_flight: int) -> None:
+    def __init__(
+        self,
+        metadata: Metadata,  # metadata of the executable
+        # Bytes or text (`bytes_of_text`) for every device, or a mapping from devices (named as in
+        # ``VirtualMachine(devices=)``) to these.
+        limit: object,
+        max_in_flight: int,  # maximum number of submitted calls in flight
+    ) -> None:
         self._plan = MemoryPlan(metadata)
         self._names = device_names(metadata.devices)
         self._max_in_flight = max_in_flight

@@ -19,8 +19,7 @@ from .cuda_library import CudaLibrary, cuda_library
 from .cuda_memory import PinnedBlock
 from .tensors import alias, empty, is_host, nbytes_of, view_bytes
 
-_MIN_BLOCK_BYTES = 4096
-"""Bytes of the smallest block."""
+_MIN_BLOCK_BYTES = 4096  # bytes of the smallest block
 
 
 class MemoryBlock(Protocol):
@@ -33,17 +32,7 @@ class MemoryBlock(Protocol):
 class BlockPool:
     """Thread-safe pool of memory blocks.
 
-    Parameters
-    ----------
-    make : callable
-        Makes a block of a number of bytes.
-    limit : int
-        Maximum bytes of all blocks, in use and free.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes of all blocks, in use and free.
+    `make`: makes a block of a number of bytes. `limit`: maximum bytes of all blocks, in use and free.
     """
 
     def __init__(self, make: Callable[[int], MemoryBlock], limit: int) -> None:
@@ -51,7 +40,7 @@ class BlockPool:
         self._lock = threading.Lock()
         self._free: dict[int, list[MemoryBlock]] = {}
         self._returned: deque[MemoryBlock] = deque()
-        self.nbytes = 0
+        self.nbytes = 0  # bytes of all blocks, in use and free
 
     def tensor(self, shape: tuple[int, ...], dtype: str, device: runtime.Device) -> runtime.Tensor:
         """An uninitialised tensor on `device`, which must be able to use the blocks.
@@ -107,22 +96,14 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-PINNED_BYTES = 128 << 10
-"""Minimum bytes of a tensor that is copied faster from and to pinned memory."""
-
-TRANSFER_BYTES = 2 << 30
-"""Maximum bytes of host memory pinned for each GPU, for transfers from and to it."""
+PINNED_BYTES = 128 << 10  # minimum bytes of a tensor that is copied faster from and to pinned memory
+TRANSFER_BYTES = 2 << 30  # maximum bytes of host memory pinned for each GPU, for transfers from and to it
 
 
 class PinnedPool(BlockPool):
     """Pool of pinned host memory, because pinning takes longer than copying. Its tensors are on CPUs.
 
-    Parameters
-    ----------
-    gpu : int
-        Any GPU.
-    limit : int
-        Maximum bytes of pinned memory, in use and free; tensors beyond it are not pinned.
+    `gpu`: any GPU. `limit`: maximum bytes of pinned memory, in use and free; tensors beyond it are not pinned.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, limit: int) -> None:

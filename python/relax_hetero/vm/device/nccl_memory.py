@@ -121,36 +121,19 @@ class Communicators:
 class NcclMemory:
     """Memory on which NCCL works for a function, one buffer on each GPU, and graphs of its collectives.
 
-    Parameters
-    ----------
-    devices : list of runtime.Device
-        GPUs of the mesh.
-    collectives : sequence of tuple of int
-        Collectives of the function (`nccl_layout`).
-    communicators : Communicators
-        NCCL's, which nothing else uses now.
-
-    Attributes
-    ----------
-    addresses : dict of int to runtime.Tensor
-        For each GPU, the addresses of all GPUs' buffers.
-
-    Raises
-    ------
-    HeteroError
-        If a GPU does not answer in time.
+    Raises HeteroError if a GPU does not answer in time.
     """
 
     def __init__(
         self,
-        devices: list[runtime.Device],
-        collectives: Sequence[Collective],
-        communicators: Communicators,
+        devices: list[runtime.Device],  # GPUs of the mesh
+        collectives: Sequence[Collective],  # collectives of the function (`nccl_layout`)
+        communicators: Communicators,  # NCCL's, which nothing else uses now
     ) -> None:
         self._devices, self.communicators, self._nccl = devices, communicators, communicators.nccl
         self._library = library = communicators.library
         self._buffers = [empty((buffer_bytes(collectives),), "uint8", device) for device in devices]
-        self.addresses = addresses_on(devices, self._buffers)
+        self.addresses = addresses_on(devices, self._buffers)  # for each GPU, the addresses of all GPUs' buffers
         for device in devices:  # other functions may use the communicators
             for handle in (0, Stream.current(library, device).handle):
                 Stream(library, device.index, handle).synchronize()
@@ -218,12 +201,9 @@ def add_child_graph(library: CudaLibrary, stream: Stream, graph: int) -> None:
     library.call("cuStreamUpdateCaptureDependencies", stream.handle, ctypes.byref(node), 1, _SET)
 
 
-_unused: defaultdict[Mesh, list[list[Any]]] = defaultdict(list)
-"""Communicators that no machine uses, by their GPUs."""
-_communicators: dict[tuple[int, Mesh], Communicators] = {}
-"""Communicators of machines."""
-_limits: dict[int, float] = {}
-"""Seconds that threads wait for the GPUs of a machine, if not `TIMEOUT_SECONDS`."""
+_unused: defaultdict[Mesh, list[list[Any]]] = defaultdict(list)  # communicators that no machine uses, by their GPUs
+_communicators: dict[tuple[int, Mesh], Communicators] = {}  # communicators of machines
+_limits: dict[int, float] = {}  # seconds that threads wait for the GPUs of a machine, if not `TIMEOUT_SECONDS`
 
 
 def limit_waits(machine: int, seconds: float) -> None:

@@ -72,10 +72,7 @@ def move_to_node(ranges: Iterable[AddressRange], node: int) -> None:
 def move_constants_to_nodes(metadata: Metadata, constants: Sequence[Any]) -> None:
     """Move the constants of devices that are bound to a NUMA node to its memory.
 
-    Parameters
-    ----------
-    constants : sequence of object
-        Tensors on their devices, in the order of ``metadata.constants``.
+    `constants`: tensors on their devices, in the order of ``metadata.constants``.
     """
     for constant, spec in zip(constants, metadata.constants, strict=True):
         node = metadata.devices[spec.device].numa_node if spec.device >= 0 else None

@@ -58,18 +58,12 @@ def waiting_for_kernels() -> Iterator[None]:
         peer_call.waits = outer
 
 
-def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices: Sequence[runtime.Device]) -> Any:
-    """Call compiled code; a second time, if the first one only made graphs.
-
-    Parameters
-    ----------
-    function : callable
-        Compiled function.
-    values : sequence
-        Its arguments.
-    devices : sequence of runtime.Device
-        Devices of the machine.
-    """
+def run_over_peers(
+    function: Callable[..., Any],  # compiled function
+    values: Sequence[Any],  # its arguments
+    devices: Sequence[runtime.Device],  # devices of the machine
+) -> Any:
+    """Call compiled code; a second time, if the first one only made graphs."""
     call = peer_call
     flags = vars(call)
     outer = dict(flags)  # those of a call that this one is nested in
@@ -119,10 +113,7 @@ _lock = threading.RLock()  # a garbage collection within may free memory
 class _PeerMemory:
     """Memory of all devices of a mesh, and on each of them the addresses of all.
 
-    Raises
-    ------
-    HeteroError
-        If a GPU cannot access the memory of another one.
+    Raises HeteroError if a GPU cannot access the memory of another one.
     """
 
     def __init__(self, devices: list[runtime.Device], slot_bytes: int) -> None:

@@ -29,32 +29,15 @@ from .cuda_library import CudaLibrary
 from .cuda_memory import PinnedBlock
 from .cuda_streams import Event, Stream
 
-STAGED_BYTES = 8 << 20
-"""Minimum bytes of a staged copy; for smaller ones the driver is as fast."""
-
-CHUNK_BYTES = 4 << 20
-"""Maximum bytes of a chunk: smaller ones cost more launches, larger ones reduce the overlap."""
-
-FIRST_CHUNK_BYTES = 256 << 10
-"""Bytes of the first chunks, which are copied while the link, or the host, is idle."""
-
-THREADS = 8
-"""Maximum number of threads; beyond it the link or the host's memory is the bottleneck."""
-
-_MIN_THREADS = 4
-"""Minimum number of threads; with fewer the driver is as fast."""
-
-_MAX_CALLERS = 2
-"""Maximum number of concurrent copies."""
-
-_MAILBOX_WORDS = 16
-"""Number of 8-byte words through which a caller gives jobs to its helpers."""
-
-_BUFFERS = 2
-"""Number of buffers of each thread: one is copied by the host, one by the GPU."""
-
-Chunk: TypeAlias = tuple[int, int]
-"""Offset and bytes."""
+STAGED_BYTES = 8 << 20  # minimum bytes of a staged copy; for smaller ones the driver is as fast
+CHUNK_BYTES = 4 << 20  # maximum bytes of a chunk: smaller ones cost more launches, larger ones reduce the overlap
+FIRST_CHUNK_BYTES = 256 << 10  # bytes of the first chunks, which are copied while the link, or the host, is idle
+THREADS = 8  # maximum number of threads; beyond it the link or the host's memory is the bottleneck
+_MIN_THREADS = 4  # minimum number of threads; with fewer the driver is as fast
+_MAX_CALLERS = 2  # maximum number of concurrent copies
+_MAILBOX_WORDS = 16  # number of 8-byte words through which a caller gives jobs to its helpers
+_BUFFERS = 2  # number of buffers of each thread: one is copied by the host, one by the GPU
+Chunk: TypeAlias = tuple[int, int]  # offset and bytes
 
 
 class Loop(NamedTuple):
@@ -121,14 +104,8 @@ class _Lane:
 class Staging:
     """Pinned buffers of one GPU, and helper threads.
 
-    Two threads may copy at once, one of them without helpers; a third one waits.
-
-    Parameters
-    ----------
-    threads : int
-        Number of copying threads, including the caller's.
-    chunk : int
-        Bytes of a buffer.
+    Two threads may copy at once, one of them without helpers; a third one waits. `threads`: number of copying threads,
+    including the caller's. `chunk`: bytes of a buffer.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, threads: int, loop: Loop, chunk: int = CHUNK_BYTES) -> None:

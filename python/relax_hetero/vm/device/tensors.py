@@ -22,13 +22,11 @@ from ...target.backend import backend_of_type
 from ...target.element_types import bits_of, numpy_dtype
 from .cuda_library import CUDA_HOST
 
-ALIGNMENT = 64
-"""Bytes of alignment of TVM's allocations (kAllocAlignment), on which its kernels rely by default."""
+ALIGNMENT = 64  # bytes of alignment of TVM's allocations (kAllocAlignment), on which its kernels rely by default
 
 AddressRange: TypeAlias = tuple[int, int]
 
-PACKED = frozenset(("int4", "uint4", "int2", "uint2", "float4_e2m1fn"))
-"""Element types of less than a byte, packed."""
+PACKED = frozenset(("int4", "uint4", "int2", "uint2", "float4_e2m1fn"))  # element types of less than a byte, packed
 
 _empty = tvm_ffi.get_global_func("runtime.TVMTensorAllocWithScope")
 _copy = tvm_ffi.get_global_func("runtime.TVMTensorCopyFromTo")

@@ -32,8 +32,7 @@ _log = logging.getLogger("relax_hetero")
 CALLS_BEFORE_WIDENING = 32
 """Number of calls without concurrent callers until a pool takes all cores again, which costs microseconds."""
 
-_FASTEST_CORES = 1
-"""TVM's default choice of cores for pinned threads (ThreadGroup::kBig)."""
+_FASTEST_CORES = 1  # TVM's default choice of cores for pinned threads (ThreadGroup::kBig)
 
 _configure_stock = tvm_ffi.get_global_func("runtime.config_threadpool")
 
@@ -49,8 +48,7 @@ class Threads:
     cpus: tuple[int, ...] = ()  # CPUs that the machine's threads are bound to; empty for no binding
 
 
-SHARED_THREADS = Threads(1, False)
-"""Workers whose number depends on the device and on concurrent callers."""
+SHARED_THREADS = Threads(1, False)  # workers whose number depends on the device and on concurrent callers
 
 
 class Pool:
@@ -94,7 +92,7 @@ def has_lost_threads(threads: Threads) -> bool:
 
 
 def after_fork() -> None:
-    """Reset the state in a forked child, where other threads and this thread's pool are gone (see `forks`)."""
+    """Reset the state in a forked child, where other threads and this thread's pool are gone."""
     _calling.clear()
     _thread.pool = Pool(False)
     workers.after_fork()
@@ -106,10 +104,7 @@ def after_fork() -> None:
 def choose_threads(devices: Sequence[DeviceSpec], threads: object, cores: object, spin: object) -> Threads:
     """The threads of a machine, with workers; see `VirtualMachine` for the parameters.
 
-    Raises
-    ------
-    BindingError
-        If a parameter is wrong, or the code was compiled for fewer threads.
+    Raises BindingError if a parameter is wrong, or the code was compiled for fewer threads.
     """
     if type(spin) is not bool:
         raise BindingError(f"VirtualMachine: spin is {spin!r}, expected True or False")
@@ -177,12 +172,8 @@ def threads_for(devices: Sequence[DeviceSpec]) -> int:
 def threads_of_queues(cores: Sequence[int], threads: Threads = SHARED_THREADS) -> list[int]:
     """The number of threads of each of several CPU devices that work concurrently: a share of the cores.
 
-    Parameters
-    ----------
-    cores : sequence of int
-        Number of cores that each device's code was compiled for; 0 if unspecified.
-    threads : Threads, optional
-        Threads of the machine.
+    `cores`: number of cores that each device's code was compiled for; 0 if unspecified. `threads`: threads of the
+    machine.
     """
     total = threads.width if threads.is_fixed else configured_threads() or num_cores()
     share = max(1, total // max(1, len(cores)))

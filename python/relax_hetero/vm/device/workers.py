@@ -31,8 +31,7 @@ The GPU part of a decode step takes about as long as workers spin by default: th
 woken one after the other while the CPU part runs on few threads.
 """
 
-DEFAULT_SPIN = -1
-"""Nanoseconds that stand for those of the process."""
+DEFAULT_SPIN = -1  # nanoseconds that stand for those of the process
 
 _lock = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}
@@ -82,10 +81,7 @@ def after_fork() -> None:
 def core_numbers(cores: Sequence[Sequence[int]]) -> list[int]:
     """The lowest CPU of the same core, for every CPU.
 
-    Parameters
-    ----------
-    cores : sequence of sequence of int
-        Usable CPUs of each core. Other CPUs count as cores of their own.
+    `cores`: usable CPUs of each core. Other CPUs count as cores of their own.
     """
     numbers = list(range(min(max((cpu for core in cores for cpu in core), default=-1) + 1, names.MAX_CPUS)))
     for core in cores:

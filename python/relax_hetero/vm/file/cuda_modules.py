@@ -82,12 +82,8 @@ def source_key(source: bytes) -> str:
 def with_machine_code(block: bytes, cubins: Mapping[str, bytes]) -> bytes:
     """Replace CUDA modules of source in a block by modules of machine code.
 
-    Parameters
-    ----------
-    block : bytes
-        Serialized modules that a library imports.
-    cubins : mapping of str to bytes
-        Machine code by `source_key`. Other source, from modules of the caller's own, stays.
+    `block`: serialized modules that a library imports. `cubins`: machine code by `source_key`. Other source, from
+    modules of the caller's own, stays.
     """
     reader = _block_reader(block)
     parts = [block[_LENGTH.size : reader.position]]

@@ -32,8 +32,7 @@ from ..device.tensors import is_host
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .load_code import load_code
 
-_MAX_FUNCTIONS = 12
-"""Maximum number of functions whose signatures a notebook shows."""
+_MAX_FUNCTIONS = 12  # maximum number of functions whose signatures a notebook shows
 
 
 class Executable:

@@ -39,8 +39,7 @@ _NEEDS_LINKING = ("c", "static_library")
 _LINKING_BYTES = 64 << 20
 """Free bytes for temporary files that linking requires: LLVM aborts the process if it cannot write an object."""
 
-SYMBOL_PREFIX = "__tvm_ffi_"
-"""Prefix of functions' symbols (TVM's `symbol::tvm_ffi_symbol_prefix`)."""
+SYMBOL_PREFIX = "__tvm_ffi_"  # prefix of functions' symbols (TVM's `symbol::tvm_ffi_symbol_prefix`)
 
 # For the C source of `c` devices: TVM's generator violates strict aliasing, and calls float16 "half".
 _C_OPTIONS = ("-O2", "-fno-strict-aliasing", "-Dhalf=_Float16")
@@ -73,10 +72,7 @@ def _look_up_function(module: runtime.Module) -> None:
 def check_linking(what: str) -> list[str]:
     """The command of the linking C compiler: ``CXX`` or ``CC`` with its options, else the first one found.
 
-    Raises
-    ------
-    BuildError
-        No compiler, or no space for temporary files; the message begins with `what`.
+    Raises BuildError without a compiler, or space for temporary files; the message begins with `what`.
     """
     named = os.environ.get("CXX") or os.environ.get("CC")
     try:
@@ -102,28 +98,16 @@ def _split(command: str) -> list[str]:
 def link_library(
     module: runtime.Module,
     path: Path,
-    what: str,
+    what: str,  # begin of error messages
+    # Machine code of CUDA kernels that the module contains as source, by `cuda_modules.source_key`.
     machine_code: Mapping[str, bytes] | None = None,
-    metadata: Metadata | None = None,
+    metadata: Metadata | None = None,  # metadata of a file that programs may run without Python
+    # The position of each constant among the weights of that file, in bytes from the first.
     offsets: Sequence[int] = (),
 ) -> None:
     """Link a compiled module into a shared library at `path`.
 
-    Parameters
-    ----------
-    what : str
-        Begin of error messages.
-    machine_code : mapping of str to bytes, optional
-        Machine code of CUDA kernels that the module contains as source, by `cuda_modules.source_key`.
-    metadata : Metadata, optional
-        Metadata of a file that programs may run without Python.
-    offsets : sequence of int
-        The position of each constant among the weights of that file, in bytes from the first.
-
-    Raises
-    ------
-    BuildError
-        TVM's or the C compiler is absent, or fails.
+    Raises BuildError if TVM's or the C compiler is absent, or fails.
     """
     if _RUNTIME_ONLY:
         raise BuildError(f"{what} needs TVM's compiler: found TVM's runtime only")
@@ -210,10 +194,7 @@ def checked_path(path: object, what: str) -> str:
 def write_executable(path: Path, parts: Sequence[Part], key: bytes | None = None, mode: int = 0o666) -> None:
     """Link and write a new executable to `path`, signed with `key` if given; see `replacing`.
 
-    Parameters
-    ----------
-    parts : sequence of Part
-        The executable, then its versions.
+    `parts`: the executable, then its versions.
     """
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder, replacing(path, mode) as target:
         libraries = [Path(folder) / f"library{number}.so" for number in range(len(parts))]
@@ -264,12 +245,8 @@ def header_of(metadata: Metadata) -> dict[str, Any]:
 class replacing:
     """Context of a temporary file that replaces `path` when the block succeeds, and is deleted otherwise.
 
-    Processes that have the old file open or loaded keep its contents: it is unlinked, never written.
-
-    Parameters
-    ----------
-    mode : int
-        Permissions of the new file, subject to the umask.
+    Processes that have the old file open or loaded keep its contents: it is unlinked, never written. `mode`:
+    permissions of the new file, subject to the umask.
     """
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:

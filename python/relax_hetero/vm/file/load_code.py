@@ -16,10 +16,8 @@ from ...errors import BuildError
 from ...system import IS_WINDOWS, LIBRARY_SUFFIX, LIBRARY_SUFFIXES, path_of_open_file
 
 _lock = threading.Lock()
-# The file (device, inode) of each path whose code was loaded.
-_loaded_paths: dict[str, tuple[int, int]] = {}
-# All files (device, inode) whose code was loaded.
-_loaded_files: set[tuple[int, int]] = set()
+_loaded_paths: dict[str, tuple[int, int]] = {}  # the file (device, inode) of each path whose code was loaded
+_loaded_files: set[tuple[int, int]] = set()  # all files (device, inode) whose code was loaded
 
 
 def load_code(path: Path, container: Container | None = None) -> runtime.Module:

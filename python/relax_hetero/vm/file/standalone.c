@@ -1003,7 +1003,7 @@ PACKED(check_returned, "check_returned") {
          (long long)rank, count > 4 ? text_of(&args[4]) : "");
 }
 
-/* ---- Functions of vm/device/builtins.py and loop_rows.py, for tensors of CPUs. ---- */
+/* ---- Functions of vm/device/builtins.py, for tensors of CPUs. ---- */
 
 /* The number in a scalar, int64 in memory of the host; -1 with an error for others. */
 static int number_in(TVMFFIAny value, int64_t *number) {

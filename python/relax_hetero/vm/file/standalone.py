@@ -61,32 +61,22 @@ _OPTIONS = ("-x", "c", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-w")
 def is_for_linux(metadata: Metadata) -> bool:
     """Return whether an executable's code is for Linux, where files run without Python.
 
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the executable, whose targets may name other systems than this one.
+    `metadata`: metadata of the executable, whose targets may name other systems than this one.
     """
     targets = [json.loads(spec.target) for spec in metadata.devices if spec.device_type == CPU]
     triples = [str(target["mtriple"]) for target in targets if isinstance(target, dict) and "mtriple" in target]
     return all("linux" in triple for triple in triples) and (bool(triples) or sys.platform == "linux")
 
 
-def compile_standalone(command: Sequence[str], metadata: Metadata, offsets: Sequence[int], folder: Path) -> list[str]:
+def compile_standalone(
+    command: Sequence[str],  # C compiler
+    metadata: Metadata,
+    offsets: Sequence[int],  # the position of each constant among the weights, in bytes from the first
+    folder: Path,  # folder for temporary files
+) -> list[str]:
     """Compile the part of a file that runs it without Python; returns the paths of object files.
 
-    Parameters
-    ----------
-    command : sequence of str
-        C compiler.
-    offsets : sequence of int
-        The position of each constant among the weights, in bytes from the first.
-    folder : Path
-        Folder for temporary files.
-
-    Raises
-    ------
-    BuildError
-        The compiler fails.
+    Raises BuildError if the compiler fails.
     """
     tables, objects = folder / "tables.c", [folder / "standalone.o", folder / "tables.o"]
     tables.write_text(description(metadata, offsets))

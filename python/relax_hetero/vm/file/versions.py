@@ -18,17 +18,8 @@ def version_for_devices(
 ) -> tuple[Executable, object, object]:
     """Choose the version of an executable whose devices are present, and translate arguments to its manifest.
 
-    Parameters
-    ----------
-    executable : Executable
-        Executable with its versions.
-    devices, memory_limit : object
-        Arguments of `VirtualMachine`, by entries of the executable's manifest.
-
-    Raises
-    ------
-    BindingError
-        Invalid `devices` (see `bind_devices`), absent ones excepted.
+    `executable`: executable with its versions. `devices`, `memory_limit`: arguments of `VirtualMachine`, by entries of
+    the executable's manifest. Raises BindingError for invalid `devices` (see `bind_devices`), absent ones excepted.
     """
     metadata = executable.metadata
     absent = _absent(metadata, devices)

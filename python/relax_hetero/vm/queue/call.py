@@ -38,21 +38,16 @@ Prepare = Callable[[Sequence[Any], Mapping[str, Any]], PreparedCall]
 
 
 class QueuedCall:
-    """A call on its way through the queues of a machine.
+    """A call on its way through the queues of a machine."""
 
-    Parameters
-    ----------
-    plan : QueuePlan
-        The function's steps and their queues.
-    number : int
-        Sequence number of the call; queues prefer steps of calls with smaller numbers.
-    fence : Fence
-        Fence that gets the result, or the error.
-    owner : object
-        Virtual machine, kept alive until the call has ended.
-    """
-
-    def __init__(self, plan: QueuePlan, number: int, prepared: PreparedCall, fence: Fence, owner: object) -> None:
+    def __init__(
+        self,
+        plan: QueuePlan,  # the function's steps and their queues
+        number: int,  # sequence number of the call; queues prefer steps of calls with smaller numbers
+        prepared: PreparedCall,
+        fence: Fence,  # fence that gets the result, or the error
+        owner: object,  # virtual machine, kept alive until the call has ended
+    ) -> None:
         self.sizes = prepared.sizes  # values of symbolic dimensions
         # Values by number; None before they are issued and after their last reader.
         self.values: list[Any] = [*prepared.values, *(None,) * (plan.num_values - len(prepared.values))]

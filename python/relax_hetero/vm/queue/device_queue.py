@@ -37,22 +37,14 @@ class Work(Protocol):
 
 
 class DeviceQueue:
-    """A device's queue; its thread begins with the first work.
-
-    Parameters
-    ----------
-    name : str
-        Name of the thread, also in messages.
-    cores : sequence of int
-        CPUs that a CPU device's thread and its workers are bound to; empty for no binding.
-    threads : Threads, optional
-        Threads that its kernels run on; None if it runs no kernels.
-    node : int, optional
-        NUMA node that its threads allocate memory on; None for the system's choice.
-    """
+    """A device's queue; its thread begins with the first work."""
 
     def __init__(
-        self, name: str, cores: Sequence[int] = (), threads: Threads | None = None, node: int | None = None
+        self,
+        name: str,  # name of the thread, also in messages
+        cores: Sequence[int] = (),  # CPUs that a CPU device's thread and its workers are bound to; empty for no binding
+        threads: Threads | None = None,  # threads that its kernels run on; None if it runs no kernels
+        node: int | None = None,  # NUMA node that its threads allocate memory on; None for the system's choice
     ) -> None:
         self.name = name
         # Held while work of this queue runs; work that uses several devices holds the locks of all.

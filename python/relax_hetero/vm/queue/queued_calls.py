@@ -32,11 +32,8 @@ MAX_IN_FLIGHT = 4
 class CallsInFlight:
     """The calls that a machine has in flight, and those that wait for capacity.
 
-    Parameters
-    ----------
-    limit : int
-        Maximum number of calls in flight. Further calls block the submitting thread, or, if that runs an event loop,
-        are put on a waiting list.
+    `limit`: maximum number of calls in flight. Further calls block the submitting thread, or, if that runs an event
+    loop, are put on a waiting list.
     """
 
     def __init__(self, limit: int) -> None:
@@ -119,24 +116,16 @@ class CallsInFlight:
 
 
 class QueuedCalls:
-    """A machine's calls through its queues.
+    """A machine's calls through its queues. Raises BindingError unless `max_in_flight` is a positive integer."""
 
-    Parameters
-    ----------
-    owner : object
-        The machine; the queues end when it does.
-    lock : MachineLock
-        Lock that is held while arguments are bound and while the machine runs a plain call.
-    make_queues : callable
-        Called at the first submission; neither it nor its result may refer to the machine.
-
-    Raises
-    ------
-    BindingError
-        A `max_in_flight` that is not a positive integer.
-    """
-
-    def __init__(self, owner: object, lock: MachineLock, max_in_flight: int, make_queues: Callable[[], Queues]) -> None:
+    def __init__(
+        self,
+        owner: object,  # the machine; the queues end when it does
+        lock: MachineLock,  # lock that is held while arguments are bound and while the machine runs a plain call
+        max_in_flight: int,
+        # Called at the first submission; neither it nor its result may refer to the machine.
+        make_queues: Callable[[], Queues],
+    ) -> None:
         if isinstance(max_in_flight, bool) or not isinstance(max_in_flight, int) or max_in_flight < 1:
             raise BindingError(f"max_in_flight is {max_in_flight!r}, expected a positive integer")
         self.limit = max_in_flight
@@ -183,31 +172,17 @@ class QueuedCalls:
 
     def submit(
         self,
-        signature: FunctionSignature,
-        plan: Callable[[Queues], QueuePlan],
-        prepare: Prepare,
+        signature: FunctionSignature,  # signature of the function
+        plan: Callable[[Queues], QueuePlan],  # function that returns the plan
+        prepare: Prepare,  # checks and places arguments; called with the machine's lock held
+        # args, kwargs: the caller's arguments. A `Fence` among them stands for its result.
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        # Copies arguments that the caller may change during the call; None to borrow them all.
         copy_arguments: CopyArguments | None = None,
-        fence: Fence | None = None,
+        fence: Fence | None = None,  # fence that `reserve` returned; None to wait for capacity here
     ) -> Fence:
-        """Submit a call; waits for capacity as `CallsInFlight.enter` does.
-
-        Parameters
-        ----------
-        signature : FunctionSignature
-            Signature of the function.
-        plan : callable
-            Function that returns the plan.
-        prepare : Prepare
-            Checks and places arguments; called with the machine's lock held.
-        args, kwargs
-            The caller's arguments. A `Fence` among them stands for its result.
-        copy_arguments : CopyArguments, optional
-            Copies arguments that the caller may change during the call; None to borrow them all.
-        fence : Fence, optional
-            Fence that `reserve` returned; None to wait for capacity here.
-        """
+        """Submit a call; waits for capacity as `CallsInFlight.enter` does."""
         with self._lock.held:
             queues = self._start_queues()
             number = self._calls.next_number()

@@ -32,8 +32,7 @@ from ..device.threads import SHARED_THREADS, Threads, threads_of_queues
 from .device_queue import DeviceQueue
 from .stream_queue import Point, StreamQueue, follow_callers_streams
 
-CLOSE_SECONDS = 5.0
-"""Maximum wait for running work when the process ends."""
+CLOSE_SECONDS = 5.0  # maximum wait for running work when the process ends
 
 LARGE_BYTES, LARGE_OPERATIONS = 1 << 20, 10_000_000
 """Work of about 100 us on a CPU core, which is more than a queue's thread takes to begin a step."""
@@ -51,30 +50,19 @@ class Queues:
     """A queue for each physical device of a machine; several manifest entries may share one.
 
     Copies from and to GPUs have queues of their own, one for each ordered pair of devices.
-
-    Parameters
-    ----------
-    devices, scopes : sequence of Device, sequence of str
-        Devices and memory scopes by manifest index; the last is the host.
-    constants : object
-        Constants, as functions take them.
-    load : callable
-        Function that makes a TVM virtual machine; each queue's thread has its own.
-    threads : Threads, optional
-        Threads of the machine, which its CPU devices share.
-    mailboxes : Mailboxes, optional
-        Mailboxes of the machine.
     """
 
     def __init__(
         self,
         metadata: Metadata,
+        # devices, scopes: devices and memory scopes by manifest index; the last is the host.
         devices: Sequence[runtime.Device],
         scopes: Sequence[str],
-        constants: Any,
+        constants: Any,  # constants, as functions take them
+        # Function that makes a TVM virtual machine; each queue's thread has its own.
         load: Callable[[], runtime.Module],
-        threads: Threads = SHARED_THREADS,
-        mailboxes: Mailboxes | None = None,
+        threads: Threads = SHARED_THREADS,  # threads of the machine, which its CPU devices share
+        mailboxes: Mailboxes | None = None,  # mailboxes of the machine
     ) -> None:
         self._mailboxes = mailboxes
         self._metadata, self._devices, self._scopes = metadata, devices, scopes
@@ -147,17 +135,8 @@ class Queues:
     def run(self, step: Step, queue: DeviceQueue | None, is_result: bool, call: CallState) -> tuple[Any, Point | None]:
         """Run a step in this thread, which is its queue's.
 
-        Parameters
-        ----------
-        queue : DeviceQueue or None
-            Queue of the step (`queue_of`).
-        is_result : bool
-            Whether the call returns a value that the step makes.
-
-        Returns
-        -------
-        tuple
-            Results of the step; and the stream point that completes them, if they are only issued.
+        `queue`: queue of the step (`queue_of`). `is_result`: whether the call returns a value that the step makes.
+        Returns the results of the step; and the stream point that completes them, if they are only issued.
         """
         reads = [call.values[number] for number in step.reads]
 

@@ -39,13 +39,7 @@ class Point(NamedTuple):
 
 
 class StreamQueue(DeviceQueue):
-    """A queue whose work is put into a stream.
-
-    Parameters
-    ----------
-    name : str
-        Name of the threads, also in messages.
-    """
+    """A queue whose work is put into a stream. `name`: name of the threads, also in messages."""
 
     def __init__(self, name: str, stream: Stream) -> None:
         super().__init__(name, threads=Threads(1, True))
@@ -57,17 +51,8 @@ class StreamQueue(DeviceQueue):
     def issue(self, work: Callable[[], Any], after: Iterable[Point]) -> tuple[Any, Point]:
         """Issue work, in the queue's thread.
 
-        Parameters
-        ----------
-        work : callable
-            Function that puts work into the stream, and returns its future results.
-        after : iterable of Point
-            Points that the GPU must reach first.
-
-        Returns
-        -------
-        tuple
-            Result of `work`, and the point that completes it.
+        `work`: function that puts work into the stream, and returns its future results. `after`: points that the GPU
+        must reach first. Returns the result of `work`, and the point that completes it.
         """
         for point in after:
             if point.stream is not self.stream:
@@ -110,8 +95,7 @@ def follow_callers_streams(queues: Iterable[StreamQueue]) -> None:
 PINNED_BYTES = 1 << 30
 """Maximum bytes of host memory that a machine pins for tensors from GPUs; copies to other memory are synchronous."""
 
-STAGING_BYTES = 4 << 30
-"""Maximum bytes of each GPU's memory that a machine keeps for tensors that are copied to it."""
+STAGING_BYTES = 4 << 30  # maximum bytes of each GPU's memory that a machine keeps for tensors that are copied to it
 
 
 class CopyQueues:
@@ -144,18 +128,9 @@ class CopyQueues:
     def copy(self, value: Any, device: runtime.Device, stream: Stream, is_result: bool) -> Any:
         """Issue copies to a device of all tensors in a value; thread-safe.
 
-        Parameters
-        ----------
-        stream : Stream
-            Stream of a queue that `between` returned.
-        is_result : bool
-            Whether the copies are results of the call. Results on a GPU do not come from the staging pool: the GPU may
-            still work on them when the caller releases them.
-
-        Returns
-        -------
-        object
-            The value on the device, once the copies have ended.
+        `stream`: stream of a queue that `between` returned. `is_result`: whether the copies are results of the call.
+        Results on a GPU do not come from the staging pool: the GPU may still work on them when the caller releases
+        them. Returns the value on the device, once the copies have ended.
         """
 
         def copy_tensor(tensor: runtime.Tensor) -> runtime.Tensor:

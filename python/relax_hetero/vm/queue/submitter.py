@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,9 +16,9 @@ from ..args.argument_binding import ArgumentBinder
 from ..args.argument_copies import copy_arguments
 from ..args.donated_arguments import argument_memory, memory_in_flight
 from ..args.results import check_out_buffers, fill_out_buffers, to_python
+from ..device import threads
 from ..device.constants import PlacedConstants
-from ..device.forks import watch_forks
-from ..device.machine_lock import MachineLock
+from ..device.machine_lock import MachineLock, hold_to_fork, release_after_fork
 from ..device.memory_limit import PoolWatch
 from ..device.tensors import AddressRange, is_host
 from ..device.threads import Threads, has_lost_threads
@@ -31,48 +33,24 @@ from .queues import Queues, functions_to_queue
 class Submitter:
     """Submits calls of a machine's functions to its queues.
 
-    Parameters
-    ----------
-    machine : object
-        The machine, which calls in flight keep alive. The submitter has only a weak reference to it, and ends the
-        queues when the machine is deleted.
-    executable : Executable
-        Executable of the machine.
-    devices : sequence of runtime.Device
-        Devices by manifest index; the last is the host.
-    binder : ArgumentBinder
-        Checks and places arguments.
-    lock : MachineLock
-        Lock that is held while arguments are bound.
-    pool_watch : PoolWatch
-        Watch of TVM's buffer pool, which is told about each call with symbolic extents.
-    constants : PlacedConstants
-        Constants of the machine, whose memory results must not share.
-    max_in_flight : int
-        Maximum number of calls in flight.
-    make_queues : callable
-        Called at the first submission; neither it nor its result may refer to the machine.
-    threads : Threads
-        Worker threads of the machine's kernels.
-
-    Raises
-    ------
-    BindingError
-        A `max_in_flight` that is not a positive integer.
+    Raises BindingError for a `max_in_flight` that is not a positive integer.
     """
 
     def __init__(
         self,
+        # The machine, which calls in flight keep alive. The submitter has only a weak reference to it, and ends the
+        # queues when the machine is deleted.
         machine: object,
-        executable: Executable,
-        devices: Sequence[runtime.Device],
-        binder: ArgumentBinder,
-        lock: MachineLock,
-        pool_watch: PoolWatch,
-        constants: PlacedConstants,
-        max_in_flight: int,
+        executable: Executable,  # executable of the machine
+        devices: Sequence[runtime.Device],  # devices by manifest index; the last is the host
+        binder: ArgumentBinder,  # checks and places arguments
+        lock: MachineLock,  # lock that is held while arguments are bound
+        pool_watch: PoolWatch,  # watch of TVM's buffer pool, which is told about each call with symbolic extents
+        constants: PlacedConstants,  # constants of the machine, whose memory results must not share
+        max_in_flight: int,  # maximum number of calls in flight
+        # Called at the first submission; neither it nor its result may refer to the machine.
         make_queues: Callable[[], Queues],
-        threads: Threads,
+        threads: Threads,  # worker threads of the machine's kernels
     ) -> None:
         metadata = executable.metadata
         self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)
@@ -90,7 +68,7 @@ class Submitter:
         self._schedules = {schedule.function: schedule for schedule in metadata.schedules}
         self._plans: dict[str, QueuePlan] = {}
         memory_in_flight.is_enabled |= any(signature.donated for signature in metadata.signatures.values())
-        watch_forks(self)
+        _submitters.add(self)
 
     def submit(
         self,
@@ -169,7 +147,11 @@ class Submitter:
         return to_python(result, self._constants.ranges, borrowed) if out is None else fill_out_buffers(out, result)
 
     def after_fork(self) -> None:
-        """Refuse calls in a process that was forked while the machine was in use (see `forks`, the only caller)."""
+        """Called in a forked child, which has only the thread that forked.
+
+        A machine that was in use refuses all calls, and its pending fences fail. If TVM's thread pool of the forking
+        thread was lost, plain calls go through queues, whose threads start in the child and have pools of their own.
+        """
         if self.calls.has_queues or not self._lock.is_free():
             message = (
                 "this machine was in use when the process was forked, and its threads do not exist in the child; "
@@ -179,3 +161,17 @@ class Submitter:
             self.calls.fail_after_fork(HeteroError(message))
         elif has_lost_threads(self._threads):
             self.queued_functions = set(self._executable.function_names)
+
+
+_submitters: weakref.WeakSet[Submitter] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    release_after_fork()
+    threads.after_fork()  # first, because machines ask whether threads were lost
+    for submitter in list(_submitters):
+        submitter.after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(before=hold_to_fork, after_in_parent=release_after_fork, after_in_child=_after_fork)

@@ -22,7 +22,7 @@ from ...artifact.commands import Dispatch
 from ...artifact.metadata import Metadata, device_names
 from ...artifact.schedule import Step
 from ...display.html import Column, Markup, bar, colour, escaped, paragraph, table, view
-from ...errors import BindingError
+from ...errors import BindingError, first_line
 from ..device.tensors import nbytes_of
 from .call import Prepare, PreparedCall
 from .fence import Fence
@@ -38,11 +38,9 @@ from .stream_queue import Point
 
 Event = dict[str, Any]
 
-# Calls have tracks 0, 1, ...; threads have tracks from this number on.
-_FIRST_THREAD_TRACK = 1000
+_FIRST_THREAD_TRACK = 1000  # calls have tracks 0, 1, ...; threads have tracks from this number on
 
-RESULT = -1
-"""Step index that stands for the conversion of the function's result to the caller's."""
+RESULT = -1  # step index that stands for the conversion of the function's result to the caller's
 
 
 @dataclass(frozen=True)
@@ -79,10 +77,7 @@ class TracedCall:
 def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event]:
     """All events of calls that have ended; times in microseconds.
 
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the executable whose functions were called.
+    `metadata`: metadata of the executable whose functions were called.
     """
     calls = serialize_tracks(calls)
     call_tracks = _call_tracks(calls)
@@ -283,8 +278,7 @@ def _counter(name: str, changes: Mapping[str, Sequence[tuple[int, int]]]) -> lis
 # Traces as pictures for notebooks.
 
 _MAX_SLICES = 2000
-_WIDTH, _LABEL_WIDTH, _ROW_HEIGHT = 900, 130, 22
-"""Sizes of a picture in pixels."""
+_WIDTH, _LABEL_WIDTH, _ROW_HEIGHT = 900, 130, 22  # sizes of a picture in pixels
 
 
 def timeline_html(calls: int, left_out: int, events: Sequence[Mapping[str, Any]], busy: Mapping[str, float]) -> str:
@@ -465,7 +459,7 @@ class _TracedPlan(QueuePlan):
         try:
             results, point = super().execute(index, call)
         except BaseException as error:
-            self._traced_call.note(index, begin, _first_line(error))
+            self._traced_call.note(index, begin, first_line(error))
             raise
         if point is None:
             self._traced_call.note(index, begin)
@@ -481,7 +475,7 @@ class _TracedPlan(QueuePlan):
         try:
             super().await_end(index, point)
         except BaseException as raised:
-            error = _first_line(raised)
+            error = first_line(raised)
             raise
         finally:
             queue = self.queues[index]
@@ -495,7 +489,7 @@ def _traced_finish(finish: Callable[[Any], Any], call: TracedCall) -> Callable[[
         try:
             result = finish(returned)
         except Exception as error:
-            call.note(RESULT, begin, _first_line(error))
+            call.note(RESULT, begin, first_line(error))
             raise
         call.note(RESULT, begin)
         return result
@@ -516,9 +510,4 @@ def _outcome(fence: Any) -> str:
     if fence.cancelled():
         return "cancelled"
     error = fence.exception()
-    return "done" if error is None else _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return "done" if error is None else first_line(error)

@@ -47,14 +47,9 @@ from .timed_graph import TimedGraph
 
 _log = logging.getLogger("relax_hetero")
 
-_POLL_SECONDS = 20e-6
-"""Polling interval while all rows are in use."""
-
-MAX_GRAPHS = 64
-"""Maximum number of graphs of a command buffer with symbolic extents."""
-
-_MAX_SEEN_ONCE = 1024
-"""Maximum number of sets of parameter values that are remembered after one submission."""
+_POLL_SECONDS = 20e-6  # polling interval while all rows are in use
+MAX_GRAPHS = 64  # maximum number of graphs of a command buffer with symbolic extents
+_MAX_SEEN_ONCE = 1024  # maximum number of sets of parameter values that are remembered after one submission
 
 _ParameterValues = tuple[int, ...]
 
@@ -62,47 +57,21 @@ _get_stream: Any = tvm_ffi.LIB.TVMFFIEnvGetStream
 
 
 class CudaGraph:
-    """A command buffer on a CUDA device.
-
-    Parameters
-    ----------
-    region : RegionSpec
-        Description of the commands.
-    device : runtime.Device
-        CUDA device.
-    constants : sequence of int
-        Addresses of constants.
-    submit : callable
-        Compiled function of inputs, the state and results, which makes a submission.
-    launch_all : callable
-        Compiled function that launches all kernels, to run them or to capture them. It takes the address of the plan
-        (words with addresses: ring, table, bindings, constants, arena; `graph_layout`) and the parameters.
-    library : CudaLibrary
-        Driver.
-    arena : runtime.Tensor, optional
-        Memory for transient values, shared with other graphs; None for an arena of its own, which grows.
-    has_mailboxes : bool
-        Whether it waits for the CPU: then it only runs as a graph, which is launched as a whole before the CPU works.
-
-    Attributes
-    ----------
-    state : runtime.Tensor
-        Pinned words that `submit_function` reads and writes (`graph_layout`).
-    submit_function : callable
-        `submit`.
-    region : RegionSpec
-        `region`.
-    """
+    """A command buffer on a CUDA device."""
 
     def __init__(
         self,
-        region: RegionSpec,
-        device: runtime.Device,
-        constants: Sequence[int],
-        submit: Callable[..., None],
+        region: RegionSpec,  # description of the commands
+        device: runtime.Device,  # CUDA device
+        constants: Sequence[int],  # addresses of constants
+        submit: Callable[..., None],  # compiled function of inputs, the state and results, which makes a submission
+        # Compiled function that launches all kernels, to run them or to capture them. It takes the address of the plan
+        # (words with addresses: ring, table, bindings, constants, arena; `graph_layout`) and the parameters.
         launch_all: Callable[..., None],
-        library: CudaLibrary,
+        library: CudaLibrary,  # driver
+        # Memory for transient values, shared with other graphs; None for an arena of its own, which grows.
         arena: runtime.Tensor | None = None,
+        # Whether it waits for the CPU: then it only runs as a graph, which is launched as a whole before the CPU works.
         has_mailboxes: bool = False,
     ) -> None:
         self._library, self._has_mailboxes = library, has_mailboxes
@@ -125,7 +94,7 @@ class CudaGraph:
         self._words[graph_layout.DEVICE] = device.index
         self._words[graph_layout.GET_STREAM] = _address_of(_get_stream)
         self._words[graph_layout.LAUNCH] = library.address("cuGraphLaunch")
-        self.state = alias(host, device)
+        self.state = alias(host, device)  # pinned words that `submit_function` reads and writes (`graph_layout`)
         self._device_table = empty((layout.table_words,), "int64", device)
         copy_into(from_array(np.zeros(layout.table_words, "int64")), self._device_table)
         self._arena = empty((_static_bytes(region),), "uint8", device) if arena is None else arena
@@ -333,21 +302,12 @@ def _raise_launch_error(address: int, code: int) -> None:
 
 
 def make_graphs(
-    metadata: Metadata, devices: Sequence[runtime.Device], constants: Any, module: runtime.Module
+    metadata: Metadata,  # metadata of the executable
+    devices: Sequence[runtime.Device],  # devices by manifest index
+    constants: Any,  # array of the machine's constants by index (`PlacedConstants.values`)
+    module: runtime.Module,  # compiled code of the executable
 ) -> tuple[Any, list[CudaGraph]]:
-    """Make a machine's graphs; returns the constants, with each placeholder of a state replaced, and the graphs.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the executable.
-    devices : sequence of runtime.Device
-        Devices by manifest index.
-    constants : object
-        Array of the machine's constants by index (`PlacedConstants.values`).
-    module : runtime.Module
-        Compiled code of the executable.
-    """
+    """Make a machine's graphs; returns the constants, with each placeholder of a state replaced, and the graphs."""
     regions = {region.name: region for region in metadata.regions}
     values, graphs = list(constants), []
     arenas = _shared_arenas([(regions[s.region], devices[s.device]) for s in metadata.constants if s.region])

@@ -18,10 +18,7 @@ from .walk_commands import Kernel, Memory, bound
 class RegionCalls:
     """The kernels of a machine's command buffers on CPUs.
 
-    Parameters
-    ----------
-    constants : sequence of runtime.Tensor
-        Constants of the executable on the machine's devices.
+    `constants`: constants of the executable on the machine's devices.
     """
 
     def __init__(self, executable: Executable, constants: Sequence[runtime.Tensor]) -> None:

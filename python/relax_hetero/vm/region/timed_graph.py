@@ -19,25 +19,14 @@ from ..device.cuda_streams import Event, Stream
 class TimedGraph:
     """A graph of kernels that follow each other, captured from a stream, with events.
 
-    Parameters
-    ----------
-    launch : callable
-        Function that launches the kernels on a stream.
-
-    Attributes
-    ----------
-    handle : int
-        The executable graph, which may be launched once before `microseconds`.
-
-    Raises
-    ------
-    CudaError
-        If the driver cannot capture or edit the graph.
+    `launch`: function that launches the kernels on a stream. Raises CudaError if the driver cannot capture or edit the
+    graph.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, launch: Callable[[Stream], None]) -> None:
         self._library, self._gpu = library, gpu
         self._events: list[Event] = []
+        # The executable graph, which may be launched once before `microseconds`.
         self.handle = executable_graph(library, gpu, launch, self._add_events)
         weakref.finalize(self, library.status, "cuGraphExecDestroy", self.handle).atexit = False
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -23,8 +23,7 @@ from ...artifact.signature import Dim
 from ...errors import BindingError
 from ..file.executable import Executable
 
-Values: TypeAlias = Mapping[str, Any]
-"""Parameters by name."""
+Values: TypeAlias = Mapping[str, Any]  # parameters by name
 
 SCALARS: dict[str, Any] = {
     "bool": ctypes.c_bool,
@@ -108,13 +107,7 @@ def value_of(dim: Dim | float, values: Values) -> Any:
 
 
 def walk(commands: Iterable[Command], kernels: Mapping[str, Kernel], memory: Memory, values: Values) -> None:
-    """Run commands in order, up to a kernel that fails.
-
-    Raises
-    ------
-    Exception
-        The exception of a failing kernel.
-    """
+    """Run commands in order, up to a kernel that fails. Raises the exception of a failing kernel."""
     for command in commands:
         run_command(command, kernels, memory, values)
 
@@ -133,22 +126,28 @@ def run_command(command: Command, kernels: Mapping[str, Kernel], memory: Memory,
 
 
 def _dispatch(command: Dispatch, kernel: Kernel, memory: Memory, values: Values) -> None:
-    for predicate, runs in ((command.when, True), (command.unless, False)):
-        if predicate is not None and bool(_int32(memory.address(predicate, values))) != runs:
-            return
-    if command.count is None:
-        counts = [value_of(count, values) for count in command.grid]
-    else:
-        first = memory.address(command.count, values)
-        counts = [_int32(first + 4 * axis) for axis in range(len(command.grid))]
-    if min(counts) <= 0:
-        return
-    workgroups = kernel.spec.workgroups
-    counts = [*counts, *[1] * (workgroups - len(counts))][:workgroups]
-    call = bound(command, kernel, memory, values)
-    for numbers in itertools.product(*map(range, reversed(counts))):
-        if call(*reversed(numbers)):
+    def read(reference: Reference, count: int) -> Sequence[int]:
+        return list((ctypes.c_int32 * count).from_address(memory.address(reference, values)))
+
+    call = None
+    for indices in workgroups(command, kernel, values, read):
+        call = call or bound(command, kernel, memory, values)
+        if call(*indices):
             raise_kernel_error()
+
+
+def workgroups(
+    command: Dispatch, kernel: Kernel, values: Values, read: Callable[[Reference, int], Sequence[int]]
+) -> Iterator[tuple[int, ...]]:
+    """Indices of the workgroups of a dispatch, x innermost; none if its predicates forbid it. `read`: reads int32s."""
+    for predicate, runs in ((command.when, True), (command.unless, False)):
+        if predicate is not None and bool(read(predicate, 1)[0]) != runs:
+            return
+    grid = command.grid
+    counts = [value_of(n, values) for n in grid] if command.count is None else read(command.count, len(grid))
+    if min(counts) > 0:
+        counts = [*counts, *[1] * kernel.spec.workgroups][: kernel.spec.workgroups]
+        yield from (numbers[::-1] for numbers in itertools.product(*map(range, reversed(counts))))
 
 
 def bound(command: Dispatch, kernel: Kernel, memory: Memory, values: Values) -> Callable[..., int]:
@@ -166,10 +165,6 @@ def converted_scalars(command: Dispatch, kernel: Kernel, values: Values) -> list
 
 def _converted(value: Any, dtype: str) -> Any:
     return float(value) if dtype.startswith("float") else value
-
-
-def _int32(address: int) -> int:
-    return ctypes.c_int32.from_address(address).value
 
 
 def _fill(address: int, length: int, pattern: str) -> None:

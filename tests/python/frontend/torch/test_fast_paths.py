@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from relax_hetero.frontend.torch.fast_paths import PER_KEY, fast_path_decompositions  # noqa: E402
+from relax_hetero.frontend.torch.exporting import PER_KEY, fast_path_decompositions  # noqa: E402
 
 WIDTH, HEADS, HIDDEN, BATCH, LENGTH = 12, 3, 20, 2, 5
 OPS = torch.ops.aten

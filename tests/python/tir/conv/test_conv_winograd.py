@@ -16,8 +16,8 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.problem import ConvProblem, Window
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.cpu_target import CpuTarget
+from relax_hetero.tir.conv.conv_winograd import Shape, estimated_speedup, make_plan
 from relax_hetero.tir.conv.convolution import conv_kernel
-from relax_hetero.tir.conv.winograd_plan import Shape, estimated_speedup, make_plan
 from seeds import fresh_rng
 from tir.convolutions_of import assert_near, check, conv_problem, random_operands, reference, run, with_epilogue
 from tir.kernel_runs import VECTOR_NAMES, cpu_named, kernel, poisoned, runs_here

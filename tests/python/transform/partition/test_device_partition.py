@@ -13,8 +13,7 @@ import relax_hetero as rh
 from relax_hetero.transform.ir.blocks import used_vars
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.partition import device_partition
-from relax_hetero.transform.partition.device_partition import BindingDevices, DevicePartition
-from relax_hetero.transform.partition.transfer_dependences import is_transfer
+from relax_hetero.transform.partition.device_partition import BindingDevices, DevicePartition, is_transfer
 from transform.outlines import D0, D1, FIRST, ONE, SECOND, TWO, with_main
 
 DEVICES = [rh.VDevice({"kind": "llvm", "num-cores": 1}, index) for index in range(3)]

@@ -8,7 +8,7 @@ import pytest
 import tvm
 
 import relax_hetero as rh
-from relax_hetero.vm.args.call_cache import MAX_CACHED_CALLS, CallCache
+from relax_hetero.vm.args.argument_binding import MAX_CACHED_CALLS, CallCache
 from relax_hetero.vm.device.tensors import from_array
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)

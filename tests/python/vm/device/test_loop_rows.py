@@ -6,7 +6,7 @@ import tvm
 from tvm.runtime import tensor
 
 import relax_hetero as rh
-from relax_hetero.vm.device.loop_rows import append_row, new_rows, taken_rows, write_row
+from relax_hetero.vm.device.builtins import append_row, new_rows, taken_rows, write_row
 
 
 def scalar(value):

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from relax_hetero.vm.device import forks, machine_lock
+from relax_hetero.vm.device import machine_lock
 from relax_hetero.vm.device.machine_lock import MachineLock
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -81,6 +81,6 @@ def test_a_process_that_ends_gets_the_lock_of_a_thread_that_calls_in_a_loop(monk
 def test_locks_that_refuse_are_left_alone():
     lock = MachineLock()
     lock.refuse("stayed behind")
-    forks.hold_to_fork()
-    forks.release_after_fork()
+    machine_lock.hold_to_fork()
+    machine_lock.release_after_fork()
     assert not lock.is_free()

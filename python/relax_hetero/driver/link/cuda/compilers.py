@@ -27,8 +27,7 @@ from ....errors import BuildError, pip_install
 from ....target.runtime_libraries import cuda_includes, cuda_libraries, nvcc_path
 from . import nvrtc_worker
 
-CHOICE = "TVM_CUDA_COMPILE_MODE"
-"""TVM's environment variable of the preferred compiler, ``nvcc`` or ``nvrtc``."""
+CHOICE = "TVM_CUDA_COMPILE_MODE"  # TVM's environment variable of the preferred compiler, ``nvcc`` or ``nvrtc``
 
 _HEADER = "cuda_fp16.h"
 _WORKER = Path(nvrtc_worker.__file__)
@@ -191,10 +190,7 @@ class NvrtcCompiler(CudaCompiler):
 class _Worker:
     """A process of `nvrtc_worker`.
 
-    Raises
-    ------
-    BuildError
-        The process cannot be started or has died, or the library cannot be loaded.
+    Raises BuildError if the process cannot be started or has died, or the library cannot be loaded.
     """
 
     def __init__(self, library: Path) -> None:

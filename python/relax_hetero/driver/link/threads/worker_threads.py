@@ -109,9 +109,7 @@ def _triple(target: tvm.target.Target) -> str:
 def _module(target: tvm.target.Target) -> tvm.IRModule:
     text = llvm_ir(_triple(target))
     assert text is not None
-    functions = {}
-    for name, kinds in _SHELLS.items():
-        functions[tvm.ir.GlobalVar(f"{_SHELL}_{name}")] = _shell(name, kinds)
+    functions = {tvm.ir.GlobalVar(f"{_SHELL}_{name}"): _shell(name, kinds) for name, kinds in _SHELLS.items()}
     for name, count in _PACKED.items():
         with Function(name) as function:
             T.func_ret(tvm.ir.PrimType(_INT))

@@ -58,12 +58,10 @@ from .subgraphs import (
 
 _NEW, _WRITE = "relax_hetero.new_rows", "relax_hetero.write_row"
 _APPEND, _TAKE = "relax_hetero.append_row", "relax_hetero.taken_rows"
-_MAX_PREALLOCATED_BYTES = 64 << 20
-"""A loop that may end early preallocates the rows of all trips only up to this size."""
+_MAX_PREALLOCATED_BYTES = 64 << 20  # a loop that may end early preallocates the rows of all trips only up to this size
 
 _MAX_TRIPS = 2**63 - 1
-_MAX_ATTEMPTS = 8
-"""Maximum number of conversions of a body; each one learns of sizes that change between trips."""
+_MAX_ATTEMPTS = 8  # maximum number of conversions of a body; each one learns of sizes that change between trips
 
 
 def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
@@ -360,16 +358,12 @@ def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[
             if not proceeds:
                 break
         results = [
-            _stack_rows(importer, values) if values else _no_rows(importer, loop, position)
+            importer.bb.emit(relax.op.stack(values, 0)) if values else _no_rows(importer, loop, position)
             for position, values in enumerate(rows)
         ]
         keep()
     importer.adopt(bindings, loop.info)
     return state, results
-
-
-def _stack_rows(importer: Importer, rows: list[relax.Expr]) -> relax.Expr:
-    return importer.bb.emit(relax.op.stack(rows, 0))
 
 
 def _no_rows(importer: Importer, loop: Loop, position: int) -> relax.Expr:
@@ -436,10 +430,8 @@ def with_products_in_front(
     return remainder, [info for position, info in enumerate(infos) if position not in positions], results
 
 
-_UNROLLED_NODES = 256
-"""Maximum number of nodes of an unrolled loop; about what compiles in a second."""
-_UNROLLED_TRIPS = 4
-"""Loops of at most this number of trips are unrolled regardless of their nodes."""
+_UNROLLED_NODES = 256  # maximum number of nodes of an unrolled loop; about what compiles in a second
+_UNROLLED_TRIPS = 4  # loops of at most this number of trips are unrolled regardless of their nodes
 
 
 class Results(NamedTuple):

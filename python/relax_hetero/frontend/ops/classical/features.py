@@ -15,8 +15,7 @@ from ..table import CLASSICAL, convert_node, converts
 
 _log = logging.getLogger("relax_hetero")
 
-_MAX_SHOWN = 10
-"""Maximum number of labels in a warning."""
+_MAX_SHOWN = 10  # maximum number of labels in a warning
 
 
 def vector(node: Node, name: str, default: float, dtype: str = "float32") -> relax.Expr:
@@ -32,8 +31,7 @@ def vector(node: Node, name: str, default: float, dtype: str = "float32") -> rel
 @converts("Scaler", domain=CLASSICAL)
 def scaler(node: Node) -> relax.Expr:
     """(x - offset) * scale in float32, by feature."""
-    data = cast(node, node.tensor(0), "float32")
-    shifted = node.emit(data - vector(node, "offset", 0.0))
+    shifted = node.emit(cast(node, node.tensor(0), "float32") - vector(node, "offset", 0.0))
     return node.emit(shifted * vector(node, "scale", 1.0))
 
 
@@ -99,8 +97,7 @@ def label_encoder(node: Node) -> relax.Expr:
         missing = node.attribute("default_float", -0.0)
     else:
         missing = node.attribute("default_int64", -1)
-    dtype = dtype_of(data)
-    return _look_up(node, data, _cast_keys(node, keys, dtype), values, missing)
+    return _look_up(node, data, _cast_keys(node, keys, dtype_of(data)), values, missing)
 
 
 def _cast_keys(node: Node, keys: np.ndarray, dtype: str) -> relax.Expr:

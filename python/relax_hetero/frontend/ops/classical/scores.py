@@ -10,8 +10,7 @@ from ..table import convert_node
 
 TRANSFORMS = ("NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO", "PROBIT")
 
-_ZERO_BOUND = 1e-7
-"""Scores of at most this magnitude count as 0 in SOFTMAX_ZERO."""
+_ZERO_BOUND = 1e-7  # scores of at most this magnitude count as 0 in SOFTMAX_ZERO
 
 
 def transformed(node: Node, scores: relax.Expr, name: str | None = None) -> relax.Expr:
@@ -50,11 +49,9 @@ def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
         return const(value, dtype)
 
     x = node.emit(scores * number(2) - number(1))
-    product = (number(1) - x) * (number(1) + x)
-    log = node.emit(relax.op.log(product))
+    log = node.emit(relax.op.log((number(1) - x) * (number(1) + x)))
     half = node.emit(number(2 / (3.14159 * 0.147)) + number(0.5) * log)
-    inner = half * half - number(1 / 0.147) * log
-    root = node.emit(relax.op.sqrt(relax.op.sqrt(inner) - half))
+    root = node.emit(relax.op.sqrt(relax.op.sqrt(half * half - number(1 / 0.147) * log) - half))
     sign = node.emit(relax.op.where(x < number(0), number(-1), number(1)))
     return node.emit(number(1.41421356) * sign * root)
 

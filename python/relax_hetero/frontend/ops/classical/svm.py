@@ -17,10 +17,8 @@ from ..table import CLASSICAL, converts
 from .scores import labels_from, labels_of, largest, transformed, two_columns
 
 _KERNELS = ("POLY", "RBF", "SIGMOID")
-_MAX_COUPLING_STEPS = 100
-"""Maximum number of iterations of pairwise coupling, as in LIBSVM and ONNX Runtime."""
-_MIN_PROBABILITY = 1e-7
-"""Minimum probability of a pair."""
+_MAX_COUPLING_STEPS = 100  # maximum number of iterations of pairwise coupling, as in LIBSVM and ONNX Runtime
+_MIN_PROBABILITY = 1e-7  # minimum probability of a pair
 
 
 def _floats(node: Node, name: str) -> np.ndarray:
@@ -69,8 +67,7 @@ def _similarities(node: Node, data: relax.Expr, vectors: np.ndarray) -> relax.Ex
         raise node.refusal(f"kernel_params has {len(parameters)} entries, expected 3: gamma, coef0 and degree")
     gamma, offset, degree = parameters
     if kind == "RBF":
-        distances = squared_distances(node, data, columns)
-        return node.emit(relax.op.exp(distances * const(-gamma, "float32")))
+        return node.emit(relax.op.exp(squared_distances(node, data, columns) * const(-gamma, "float32")))
     product = matmul(node, data, columns) * const(gamma, "float32")
     value = node.emit(product + const(offset, "float32"))
     if kind == "SIGMOID":

@@ -23,14 +23,9 @@ from ..node import Node, const, dtype_of
 from ..table import CLASSICAL, converts
 from .scores import labels_from, labels_of, largest, transformed
 
-LEAF = "LEAF"
-"""Mode of leaves."""
-
-_CHAINS = 16
-"""Number of interleaved walks."""
-
-Weights = Mapping[int, Sequence[tuple[int, float]]]
-"""Leaf -> (target, weight) entries."""
+LEAF = "LEAF"  # mode of leaves
+_CHAINS = 16  # number of interleaved walks
+Weights = Mapping[int, Sequence[tuple[int, float]]]  # leaf -> (target, weight) entries
 
 
 @dataclass
@@ -500,8 +495,7 @@ def tree_ensemble_regressor(node: Node) -> relax.Expr:
     trees, weights, targets = _parse_listed_trees(node, "target")
     _check_targets(node, targets, count)
     forest = forest_of(node, trees, width, dtype)
-    how = node.attribute("aggregate_function", "SUM")
-    scores = _aggregate(node, data, forest, weights, count, how)
+    scores = _aggregate(node, data, forest, weights, count, node.attribute("aggregate_function", "SUM"))
     base = _numbers(node, "base_values")
     if len(base) not in (0, count):
         raise node.refusal(f"base_values has {len(base)} entries, expected {count}")

@@ -52,8 +52,7 @@ def bias_split_gelu(node: Node) -> relax.Expr:
         raise node.refusal(f"found {channels} channels, expected a known, even number")
     axis = node.rank(wide) - 1
     left, right = (slice_axes(node, wide, {axis: (start, channels // 2, 1)}) for start in (0, channels // 2))
-    product = node.emit(left * relax.op.nn.gelu(right))
-    return cast(node, product, dtype_of(node.tensor(0)))
+    return cast(node, node.emit(left * relax.op.nn.gelu(right)), dtype_of(node.tensor(0)))
 
 
 @converts("BiasAdd", domain=MICROSOFT)

@@ -92,8 +92,7 @@ def _is_in_sequence(node: Node, bounds: relax.Expr, batch: int, keys: Dim, has_s
 
     is_visible = node.emit(positions < bounds_from(0))
     if has_starts:
-        is_after_start = positions >= bounds_from(batch)
-        is_visible = node.emit(relax.op.logical_and(is_visible, is_after_start))
+        is_visible = node.emit(relax.op.logical_and(is_visible, positions >= bounds_from(batch)))
     return is_visible
 
 

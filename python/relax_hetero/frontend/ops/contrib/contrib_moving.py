@@ -99,8 +99,7 @@ def block_repeated_ngrams(node: Node) -> relax.Expr:
         return te.max(tirx.Select(is_token, is_match(i[0], start), tirx.const(0, "int32")), axis=start)
 
     ends = node.kernel("repeated_ends", is_end, ids, is_match, shape=node.shape(scores))
-    is_repeated = node.emit(ends > const(0, "int32"))
-    return node.emit(relax.op.where(is_repeated, const(-np.inf, dtype), scores))
+    return node.emit(relax.op.where(node.emit(ends > const(0, "int32")), const(-np.inf, dtype), scores))
 
 
 # Op type -> standard opset with ONNX Runtime's definition.

@@ -90,8 +90,7 @@ def embed_layer_normalization(node: Node) -> relax.Expr:
     if node.has(8):
         positions = _rows(node, node.tensor(3), node.tensor(8))
     else:
-        length = dims[1]
-        numbers = node.emit(relax.op.arange(0, length, 1, "int64"))
+        numbers = node.emit(relax.op.arange(0, dims[1], 1, "int64"))
         rows = convert_node(node.as_op("Gather", [node.tensor(3), numbers], axis=0))
         positions = node.emit(relax.op.expand_dims(rows, [0]))
     total = node.emit(total + require_broadcast(node, positions, node.shape(total), "its positions"))
@@ -154,8 +153,7 @@ def skip_group_norm(node: Node) -> relax.Expr:
     dims = node.shape(data)
     axis = len(dims) - 1 if node.attribute("channels_last", 1) else 1
     if node.rank(skip) == 2:
-        spatial = [i for i in range(1, len(dims)) if i != axis]
-        skip = node.emit(relax.op.expand_dims(skip, spatial))
+        skip = node.emit(relax.op.expand_dims(skip, [i for i in range(1, len(dims)) if i != axis]))
     total = node.emit(data + require_broadcast(node, skip, dims, "its skip"))
     if node.has(4):
         bias = require_shape(node, node.tensor(4), [dims[axis]], "its bias")

@@ -117,8 +117,7 @@ def channels_first(node: Node, value: relax.Expr) -> relax.Expr:
 
 def channels_last(node: Node, value: relax.Expr) -> relax.Expr:
     """Convert [batch, channels, ...] to [batch, ..., channels]."""
-    rank = node.rank(value)
-    return node.emit(relax.op.permute_dims(value, [0, *range(2, rank), 1]))
+    return node.emit(relax.op.permute_dims(value, [0, *range(2, node.rank(value)), 1]))
 
 
 def _with_channels_first(node: Node, indices: Sequence[int]) -> Node:

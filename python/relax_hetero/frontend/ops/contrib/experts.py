@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 from tvm import relax, te, tirx
@@ -167,8 +168,7 @@ def _mix(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mixing
     dims = node.shape(data)
     rows: Dim = dims[0] if len(dims) == 2 else dims[0] * dims[1]
     flat = widened(node, node.emit(relax.op.reshape(data, [rows, dims[-1]])))
-    logits = node.tensor(1)
-    experts = node.shape(logits)[-1]
+    experts = node.shape(node.tensor(1))[-1]
     if not isinstance(experts, int):
         raise node.refusal(f"found {experts} experts, expected a known number")
     router_weights = _router_weights(node, rows, experts, mixing)
@@ -198,9 +198,7 @@ def _mix(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mixing
         total = node.emit(relax.op.sum(expert_output(-1) * by_expert, [0]))
     else:
         parts = [node.emit(expert_output(e) * slice_axes(node, router_weights, {1: (e, 1, 1)})) for e in range(experts)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = node.emit(total + part)
+        total = reduce(lambda total, part: node.emit(total + part), parts)
     return cast(node, node.emit(relax.op.reshape(total, dims)), dtype_of(data))
 
 
@@ -319,16 +317,14 @@ def _router_weights(node: Node, rows: Dim, experts: int, mixing: int) -> relax.E
 
 def _is_chosen(node: Node, logits: relax.Expr, count: int) -> relax.Expr:
     """Mask of the `count` experts with the highest logits; ties prefer lower indices."""
-    experts = node.shape(logits)[1]
-    other = te.reduce_axis((0, experts), "other")
+    other = te.reduce_axis((0, node.shape(logits)[1]), "other")
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
         logit, other_logit = x(*i), x(i[0], other)
         is_before = tirx.any(other_logit > logit, tirx.all(other_logit == logit, other < i[1]))
         return te.sum(tirx.Select(is_before, tirx.const(1, "int32"), tirx.const(0, "int32")), axis=other)
 
-    num_before = node.kernel("experts_before", element, logits)
-    return node.emit(num_before < const(count, "int32"))
+    return node.emit(node.kernel("experts_before", element, logits) < const(count, "int32"))
 
 
 def _sparse_mixer(node: Node, logits: relax.Expr) -> relax.Expr:
@@ -338,8 +334,7 @@ def _sparse_mixer(node: Node, logits: relax.Expr) -> relax.Expr:
     for _ in range(2):
         best = node.emit(relax.op.max(remaining, [1], keepdims=True))
         factor = node.emit(relax.op.maximum(relax.op.abs(logits), best))
-        distance = node.emit((best - logits) / factor)
-        is_far = node.emit(distance > const(2 * _SPARSE_MIXER_JITTER, "float32"))
+        is_far = node.emit(node.emit((best - logits) / factor) > const(2 * _SPARSE_MIXER_JITTER, "float32"))
         near = node.emit(relax.op.where(is_far, lowest, remaining))
         weights = node.emit(relax.op.nn.softmax(near, axis=-1))
         is_best = _is_chosen(node, remaining, 1)

@@ -311,5 +311,4 @@ def _weights(node: Node, scores: relax.Expr, heads: int) -> relax.Expr:
     highest = node.emit(relax.op.maximum(relax.op.max(wide, [-1], keepdims=True), sink))
     powers = node.emit(relax.op.exp(wide - highest))
     sums = node.emit(relax.op.sum(powers, [-1], keepdims=True))
-    total = node.emit(sums + relax.op.exp(sink - highest))
-    return cast(node, node.emit(powers / total), dtype_of(scores))
+    return cast(node, node.emit(powers / node.emit(sums + relax.op.exp(sink - highest))), dtype_of(scores))

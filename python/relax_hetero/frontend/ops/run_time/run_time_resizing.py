@@ -28,8 +28,7 @@ from ..node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is
 from ..required_sizes import as_expr, equal, require_shape
 from .numbers import dims_at_run_time
 
-_MAX_DENOMINATOR = 2**10
-"""Sizes times scales are symbolic expressions if the scales' denominators are at most this."""
+_MAX_DENOMINATOR = 2**10  # sizes times scales are symbolic expressions if the scales' denominators are at most this
 
 
 def resize_at_run_time(
@@ -137,8 +136,7 @@ def _resize_axis(
     dtype, before = dtype_of(data), node.shape(data)[axis]
     sizes = relax.ShapeExpr([as_expr(before), as_expr(after)])
     arguments = [sizes, settings, relax.prim_value(number), _text(form.text()), _text(node.title)]
-    has_filter = form.antialias and form.mode != "nearest"
-    if has_filter:
+    if form.antialias and form.mode != "nearest":
         raise node.refusal("has an antialiasing filter, whose width follows from sizes; give them with shapes=")
     count = tap_count(ResizedAxis(1, 1, 1.0), form)
     indices = _call_packed(node, INDICES, arguments, [after, count], "int64")

@@ -73,8 +73,7 @@ def _transform(node: Node, data: relax.Expr, axis: int, length: int | None) -> r
     rows = node.emit(relax.op.reshape(last, [*other_dims, num_rows * parts]))
     result = matmul(node, rows, const(matrix, dtype_of(data)))
     spectrum = node.emit(relax.op.reshape(result, [*other_dims, matrix.shape[1] // result_parts, result_parts]))
-    inverse_order = [order.index(i) for i in range(len(dims))]
-    return node.emit(relax.op.permute_dims(spectrum, inverse_order))
+    return node.emit(relax.op.permute_dims(spectrum, [order.index(i) for i in range(len(dims))]))
 
 
 def _onesided(node: Node) -> int:

@@ -13,8 +13,7 @@ from ..required_sizes import as_expr
 from ..run_time.numbers import dims_of_vector
 from ..table import converts
 
-_MEL = 2595 / math.log(10)
-"""Factor of mel = 2595 log10(1 + hertz / 700)."""
+_MEL = 2595 / math.log(10)  # factor of mel = 2595 log10(1 + hertz / 700)
 
 
 def _double(number: Any) -> tirx.Expr:

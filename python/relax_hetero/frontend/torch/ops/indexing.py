@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -142,10 +143,7 @@ def _coordinates(node: TorchNode, indices: list[Any]) -> tuple[list[int], relax.
     rank = max(len(node.dims(index)) for index in coordinates)
     if len(coordinates) == 1:
         return axes, coordinates[0], rank
-    shape = coordinates[0]
-    for index in coordinates[1:]:
-        shape = node.emit(shape + index)
-    dims = node.dims(shape)
+    dims = node.dims(reduce(lambda total, index: node.emit(total + index), coordinates))
     columns = [node.reshape(node.broadcast(index, dims), [*dims, 1]) for index in coordinates]
     return axes, node.emit(relax.op.concat(columns, rank)), rank
 
@@ -156,8 +154,7 @@ def index(node: TorchNode, x: relax.Expr, indices: list[Any]) -> relax.Expr:
     axes, coordinates, rank = _coordinates(node, indices)
     if len(axes) == 1:
         return node.onnx("Gather", x, coordinates, axis=axes[0])
-    count = len(node.dims(x))
-    rest = [axis for axis in range(count) if axis not in axes]
+    rest = [axis for axis in range(len(node.dims(x))) if axis not in axes]
     if axes != list(range(len(axes))):
         x = node.emit(relax.op.permute_dims(x, [*axes, *rest]))
     result = node.onnx("GatherND", x, coordinates)
@@ -226,8 +223,7 @@ def put(
 def _require_count(node: TorchNode, values: relax.Expr, target: list[Any]) -> relax.Expr:
     """Require that values match a dynamic number of indices."""
     value_dims = node.dims(values)
-    trailing = target[len(target) - len(value_dims) :]
-    pairs = zip(value_dims, trailing, strict=True)
+    pairs = zip(value_dims, target[len(target) - len(value_dims) :], strict=True)
     dims = [size if isinstance(size, int) and size == 1 else other for size, other in pairs]
     return require_shape(node.onnx_node("ScatterND", []), values, dims, "its values")
 

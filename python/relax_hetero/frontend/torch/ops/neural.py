@@ -118,16 +118,14 @@ def attention(
             table = np.where(np.tri(rows, columns, dtype=bool), 0.0, -np.inf)
             scores = node.emit(scores + const(table.astype("float32"), dtype))
         else:
-            ones = node.filled(1, [rows, columns], "int32")
-            below = node.cast(node.onnx("Trilu", ones, upper=0), "bool")
+            below = node.cast(node.onnx("Trilu", node.filled(1, [rows, columns], "int32"), upper=0), "bool")
             scores = node.emit(relax.op.where(below, scores, lowest))
     if mask is not None:
         if str(mask.ty.dtype) == "bool":
             scores = node.emit(relax.op.where(mask, scores, lowest))
         else:
             scores = node.emit(scores + node.tensor(mask))
-    probabilities = node.emit(relax.op.nn.softmax(scores, -1))
-    out = node.emit(relax.op.matmul(probabilities, v))
+    out = node.emit(relax.op.matmul(node.emit(relax.op.nn.softmax(scores, -1)), v))
     if mask is None:
         return out
     if str(mask.ty.dtype) == "bool":
@@ -155,9 +153,7 @@ def layer_norm(
     weight = const(np.ones(sizes), dtype) if weight is None else weight
     bias = const(np.zeros(sizes), dtype) if bias is None else bias
     result = node.emit(relax.op.nn.layer_norm(x, weight, bias, axes, eps))
-    if node.op.startswith("native"):
-        return [result]
-    return result
+    return [result] if node.op.startswith("native") else result
 
 
 @converts("rms_norm")
@@ -338,8 +334,7 @@ def upsample(node: TorchNode, x: relax.Expr, size: Any, *arguments: Any) -> rela
         attributes["coordinate_transformation_mode"] = "align_corners" if aligns else "half_pixel"
         attributes["cubic_coeff_a"] = -0.75
     if scales and all(scale is not None for scale in scales) and not aligns:
-        factors = const([1.0, 1.0, *scales], "float32")
-        return node.onnx("Resize", x, None, factors, **attributes)
+        return node.onnx("Resize", x, None, const([1.0, 1.0, *scales], "float32"), **attributes)
     return node.onnx("Resize", x, None, None, node.shape, **attributes)
 
 

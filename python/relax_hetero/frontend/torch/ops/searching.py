@@ -93,8 +93,7 @@ def mode(node: TorchNode, x: relax.Expr, dim: int = -1, keepdim: bool = False) -
     dtype = str(x.ty.dtype)
     data = node.cast(x, "int32") if dtype == "bool" else x
     data = data if node.dims(x) else node.reshape(data, [1])
-    rank = len(node.dims(data))
-    axis = node.axis(dim, rank)
+    axis = node.axis(dim, len(node.dims(data)))
     ordered, order = node.onnx("TopK", data, [node.dims(data)[axis]], outputs=2, axis=axis, largest=0)
     along = te.reduce_axis((0, as_expr(node.dims(data)[axis])), name="along")
 
@@ -105,8 +104,7 @@ def mode(node: TorchNode, x: relax.Expr, dim: int = -1, keepdim: bool = False) -
 
     counts = node.onnx_node("Mode", []).kernel("mode", count, ordered, shape=node.dims(data))
     first = node.onnx("ArgMax", counts, axis=axis, keepdims=1)
-    times = node.emit(relax.op.max(counts, axis, True))
-    last = node.emit(first + times - const(1, "int64"))
+    last = node.emit(first + node.emit(relax.op.max(counts, axis, True)) - const(1, "int64"))
     results = [node.onnx("GatherElements", part, last, axis=axis) for part in (ordered, order)]
     shape = node.sizes.shape(node.value[0].shape)
     return [node.reshape(node.cast(part, kind), shape) for part, kind in zip(results, (dtype, "int64"), strict=True)]

@@ -343,8 +343,7 @@ def erfinv(node: TorchNode, x: Any) -> relax.Expr:
         correction = node.emit((relax.op.erf(estimate) - x) / slope)
         estimate = node.emit(estimate - correction)
     end = node.emit(relax.op.equal(relax.op.abs(x), one))
-    infinite = x * const(math.inf, dtype)
-    return node.emit(relax.op.where(end, infinite, estimate))
+    return node.emit(relax.op.where(end, x * const(math.inf, dtype), estimate))
 
 
 @converts("atan2")

@@ -113,8 +113,7 @@ def narrow(node: TorchNode, x: relax.Expr, dim: int, start: Any, length: Any) ->
 @converts("select", "select_copy")
 def select(node: TorchNode, x: relax.Expr, dim: int, index: Any) -> relax.Expr:
     """One index of an axis, which is removed."""
-    axis = node.axis(dim, len(node.dims(x)))
-    return node.reshape(cut_axis(node, x, axis, index, 1), node.shape)
+    return node.reshape(cut_axis(node, x, node.axis(dim, len(node.dims(x))), index, 1), node.shape)
 
 
 @converts("split", "split_with_sizes", "unbind", "chunk", "split_copy", "split_with_sizes_copy", "unbind_copy")
@@ -131,8 +130,7 @@ def split(node: TorchNode, x: relax.Expr, *arguments: Any) -> list[relax.Expr]:
         return [node.emit(relax.TupleGetItem(pieces, index)) for index in range(len(shapes))]
     for shape in shapes:
         count = 1 if is_unbind else shape[axis]
-        part = cut_axis(node, x, axis, first, count)
-        parts.append(node.reshape(part, shape))
+        parts.append(node.reshape(cut_axis(node, x, axis, first, count), shape))
         first = first + count
     return parts
 

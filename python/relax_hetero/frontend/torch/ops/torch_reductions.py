@@ -79,8 +79,7 @@ def arg_extreme(node: TorchNode, x: relax.Expr, dim: Any = None, keepdim: bool =
 @converts("any", "all", "_is_any_true", "_is_all_true")
 def quantifier(node: TorchNode, x: relax.Expr, axes: Any = None, keepdim: bool = False) -> relax.Expr:
     """Return whether any or every element is nonzero."""
-    flags = node.cast(node.cast(x, "bool"), "int32")
-    result = _extreme(node, "any" in node.op, flags, axes, keepdim)
+    result = _extreme(node, "any" in node.op, node.cast(node.cast(x, "bool"), "int32"), axes, keepdim)
     return node.tensor(node.emit(result > const(0, "int32")))  # empty: minimum or maximum of int32
 
 
@@ -92,9 +91,7 @@ def variance(node: TorchNode, x: relax.Expr, axes: Any = None, correction: Any =
     rank = len(node.dims(x))
     axes = list(range(rank)) if not axes else [node.axis(axis, rank) for axis in axes]
     dtype = str(x.ty.dtype)
-    count = 1
-    for axis in axes:
-        count = count * node.dims(x)[axis]
+    count = math.prod(node.dims(x)[axis] for axis in axes)
     correction = 1 if correction is None else correction
     mean = _reduce(node, "ReduceMean", x, axes, True)
     squares = _reduce(node, "ReduceMean", node.emit(relax.op.square(x - mean)), axes, keepdim)
@@ -103,8 +100,7 @@ def variance(node: TorchNode, x: relax.Expr, axes: Any = None, correction: Any =
         denominator = node.emit(num_elements - const(correction, dtype))
         squares = node.emit(squares * (num_elements / relax.op.maximum(denominator, const(0, dtype))))
     if node.op.startswith("var_mean"):
-        dims = node.sizes.shape(node.value[1].shape)
-        return [squares, node.reshape(mean, dims)]
+        return [squares, node.reshape(mean, node.sizes.shape(node.value[1].shape))]
     return node.emit(relax.op.sqrt(squares)) if node.op.startswith("std") else squares
 
 

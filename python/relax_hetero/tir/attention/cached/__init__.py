@@ -1,4 +1,4 @@
 """Attention with a paged KV cache on CPUs: a source of keys and values, appending to pages, and units of work.
 
-`spec` has sizes and tensors, `heads` norms and rotary embeddings, `pages` the source, `cached_attention` the kernel.
+`spec` has sizes and tensors, `heads` norms and rotary embeddings, `cached_attention` the kernel and pages as a source.
 """

@@ -16,18 +16,15 @@ Sink = Callable[[Expr, Expr, int], None]
 """Function of the index of the first element, float32 elements, and their number."""
 
 
-def emit_head(problem: CachedAttentionProblem, tensors: Tensors, row: Expr, start: Expr, norm: str, sink: Sink) -> None:
-    """Normalize and rotate a head of `qkv`, and give its vectors to `sink`.
-
-    Parameters
-    ----------
-    row : PrimExpr
-        Row of the rotation.
-    start : PrimExpr
-        Offset of the head in `qkv`, in elements.
-    norm : str
-        Name of the norm's factors, "q_norm" or "k_norm"; "" for neither norm nor rotation.
-    """
+def emit_head(
+    problem: CachedAttentionProblem,
+    tensors: Tensors,
+    row: Expr,  # row of the rotation
+    start: Expr,  # offset of the head in `qkv`, in elements
+    norm: str,  # name of the norm's factors, "q_norm" or "k_norm"; "" for neither norm nor rotation
+    sink: Sink,
+) -> None:
+    """Normalize and rotate a head of `qkv`, and give its vectors to `sink`."""
     lanes = gcd(problem.size, tensors.lanes)
     has_norm = bool(norm) and problem.operand_index(norm) is not None
     factor = _norm_factor(problem, tensors, lanes, start) if has_norm else None

@@ -97,10 +97,7 @@ def _max_divisor(limit: int, number: int) -> int:
 class Tensors:
     """The parameters of a kernel, and reads of their elements.
 
-    Parameters
-    ----------
-    lanes : int
-        Maximum number of lanes of a vector of floats.
+    `lanes`: maximum number of lanes of a vector of floats.
     """
 
     def __init__(self, function: Function, problem: CachedAttentionProblem, lanes: int) -> None:

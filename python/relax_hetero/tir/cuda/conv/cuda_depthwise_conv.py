@@ -30,18 +30,14 @@ from . import filter_taps
 from .filter_taps import axes_of, is_padded
 
 THREADS = 128
-MAX_COLUMNS = 32
-"""Output channels per group from which GEMM tiles are full enough."""
-_OCCUPYING_THREADS = 512
-"""Threads per multiprocessor that hide the latency of loads."""
+MAX_COLUMNS = 32  # output channels per group from which GEMM tiles are full enough
+_OCCUPYING_THREADS = 512  # threads per multiprocessor that hide the latency of loads
 _MAX_BRANCHLESS_RESULTS = 8
 """Maximum results of a thread whose loads are not predicated, so that they are in flight together."""
-_MAX_UNROLLED_ROWS = 3
-"""Maximum rows of an unrolled window: more, and a launch waits for instruction fetches."""
+_MAX_UNROLLED_ROWS = 3  # maximum rows of an unrolled window: more, and a launch waits for instruction fetches
 _MIN_BLOCKS_PER_SM = 4
 """Launch bound. Without one, the compiler limits registers for 16 blocks, and few loads are in flight."""
-_MAX_WEIGHT_REGISTERS = 64
-"""Maximum registers for the weights of one row of the window."""
+_MAX_WEIGHT_REGISTERS = 64  # maximum registers for the weights of one row of the window
 
 
 @dataclass(frozen=True)
@@ -89,15 +85,8 @@ def choose_plan(problem: ConvProblem, gpu: GpuTarget) -> ChannelPlan:
 def depthwise_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: ChannelPlan | None = None) -> tirx.PrimFunc:
     """Kernel of a convolution, one launch; `ConvProblem` documents its parameters.
 
-    Parameters
-    ----------
-    plan : ChannelPlan, optional
-        Plan; by default that of `choose_plan`.
-
-    Raises
-    ------
-    EncodingError
-        If the kernel does not support the problem (`unsupported_reason`).
+    `plan`: plan; by default that of `choose_plan`. Raises EncodingError if the kernel does not support the problem
+    (`unsupported_reason`).
     """
     reason = unsupported_reason(problem)
     if reason:
@@ -145,9 +134,7 @@ class _Kernel:
         plan, extents = self.plan, self.writer.result.extents
         self.width = extents[-1]
         counts = [extents[0], *extents[2:-1], ceil_div(self.width, plan.pixels), self.outs // plan.lanes]
-        total: Expr = 1
-        for count in counts:
-            total = total * count
+        total: Expr = prod(counts)
         names = ["b", *(f"y{d}" for d in range(len(self.axes))), "n"]
         min_blocks_per_sm = _MIN_BLOCKS_PER_SM if self.is_branchless else 0
         with launch(

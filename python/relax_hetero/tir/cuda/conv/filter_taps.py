@@ -20,8 +20,7 @@ from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core.operand import GlobalView
 
-MAX_BITS = 32
-"""Maximum taps along padded dimensions: bits of the mask."""
+MAX_BITS = 32  # maximum taps along padded dimensions: bits of the mask
 
 
 def unsupported_reason(problem: ConvProblem, max_bits: int | None = MAX_BITS) -> str:
@@ -77,12 +76,8 @@ class FilterTaps:
     def pixel(self, at: Coordinates, row: Expr) -> tuple[Expr, Expr]:
         """Offset of the element that the first tap reads for a row of the product, and the mask of taps in bounds.
 
-        Parameters
-        ----------
-        at : Coordinates
-            Coordinates of the batch, and of the group "g" where there are several.
-        row : PrimExpr
-            Row, less than the product's extent.
+        `at`: coordinates of the batch, and of the group "g" where there are several. `row`: row, less than the
+        product's extent.
         """
         row = T.bind(T.Cast(self.kind, row))
         names = list(self.extents)

@@ -286,15 +286,8 @@ def tensor_core_conv_kernel(
 ) -> tirx.PrimFunc:
     """Kernel of a convolution on tensor cores, one launch; `ConvProblem` documents its parameters.
 
-    Parameters
-    ----------
-    tiling : Tiling or MmaTiling, optional
-        Tiling for the GPU's instruction; by default that of `choose_tiling` or `choose_mma_tiling`.
-
-    Raises
-    ------
-    EncodingError
-        If the kernel does not support the problem (`unsupported_reason`).
+    `tiling`: tiling for the GPU's instruction; by default that of `choose_tiling` or `choose_mma_tiling`. Raises
+    EncodingError if the kernel does not support the problem (`unsupported_reason`).
     """
     reason = unsupported_reason(problem, gpu)
     if reason:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-EXTENTS = (64, 256, 1024, 4096)
-"""Representative values of a symbolic extent."""
+EXTENTS = (64, 256, 1024, 4096)  # representative values of a symbolic extent
 
 Choice = TypeVar("Choice")
 

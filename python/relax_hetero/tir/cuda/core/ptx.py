@@ -122,10 +122,7 @@ def barrier_wait(barrier: Expr, parity: Expr) -> None:
 def reduce_warp(register: Expr, value: Expr, operation: str) -> None:
     """Reduce a value over the lanes of a warp, from compute capability 8.0 on; every lane gets the result.
 
-    Parameters
-    ----------
-    operation : str
-        "min" or "max".
+    `operation`: "min" or "max".
     """
     kind = "s32" if value.ty.dtype == "int32" else "u32"
     _emit(f"redux_sync.{operation}.{kind}", register, value, T.uint32(ALL_LANES))
@@ -137,10 +134,7 @@ def reduce_warp(register: Expr, value: Expr, operation: str) -> None:
 def copy_async(target: Expr, source: Expr, size: int, valid: Expr | None = None) -> None:
     """Copy `size` bytes (4, 8 or 16, the addresses' alignment) from global to shared memory, without registers.
 
-    Parameters
-    ----------
-    valid : PrimExpr, optional
-        Bytes that are read, 0 to `size`; the others become zeros. The address must be valid even for 0.
+    `valid`: bytes that are read, 0 to `size`; the others become zeros. The address must be valid even for 0.
     """
     form = "cg" if size == 16 else "ca"
     extra = [] if valid is None else [_u32(valid)]
@@ -157,17 +151,13 @@ def copy_wait(groups: int) -> None:
     _emit("cp.async.wait_group", groups)
 
 
-_EVICT_FIRST = 0x12F0000000000000
-"""Cache policy of ``createpolicy.fractional.L2::evict_first.b64`` for all addresses."""
+_EVICT_FIRST = 0x12F0000000000000  # cache policy of ``createpolicy.fractional.L2::evict_first.b64`` for all addresses
 
 
 def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, evicts_first: bool = False) -> None:
     """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they complete at `barrier`.
 
-    Parameters
-    ----------
-    evicts_first : bool
-        Whether their L2 cache lines are evicted first.
+    `evicts_first`: whether their L2 cache lines are evicted first.
     """
     name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     policy = [T.uint64(_EVICT_FIRST)] if evicts_first else []
@@ -222,11 +212,8 @@ def fetch_add_shared(register: Expr, address: Expr, value: Expr) -> None:
 def load_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32", is_constant: bool = True) -> None:
     """Load one, two or four neighbouring values of 32 bits, or one of 16.
 
-    Parameters
-    ----------
-    is_constant : bool
-        Whether nothing writes them while this kernel, or the previous launch, may still run: the compiler may move such
-        a load before `griddepcontrol_wait`.
+    `is_constant`: whether nothing writes them while this kernel, or the previous launch, may still run: the compiler
+    may move such a load before `griddepcontrol_wait`.
     """
     if not has_ptx():
         _load(registers, address)
@@ -342,27 +329,22 @@ def store_remote(address: Expr, values: Sequence[Expr]) -> None:
 
 # Hopper's tensor cores: a warpgroup multiplies tiles in shared memory.
 
-CONTRACTION_BYTES = 32
-"""Bytes of k that one wgmma multiplies: 16 values of 16 bits."""
+CONTRACTION_BYTES = 32  # bytes of k that one wgmma multiplies: 16 values of 16 bits
 
 
 def matrix_descriptor(
-    register: Expr, address: Expr, leading: int = 1, stride: int = 64, is_swizzled: bool = True
+    register: Expr,  # the descriptor; adding ``bytes / 16`` to it moves the tile
+    address: Expr,
+    # Leading dimension offset in 16-byte units: between stripes of 64 columns of transposed tiles; without swizzle
+    # between 16 bytes of k.
+    leading: int = 1,
+    stride: int = 64,  # stride dimension offset in 16-byte units: between groups of 8 rows
+    is_swizzled: bool = True,
 ) -> None:
     """Encode the matrix descriptor of a tile for wgmma.
 
     A swizzled tile has rows of 128 bytes and begins at a multiple of 1,024 bytes; a tile without swizzle consists of
     core matrices of 8 rows of 16 bytes of k.
-
-    Parameters
-    ----------
-    register : element of a uint64 buffer
-        The descriptor; adding ``bytes / 16`` to it moves the tile.
-    leading : int
-        Leading dimension offset in 16-byte units: between stripes of 64 columns of transposed tiles; without swizzle
-        between 16 bytes of k.
-    stride : int
-        Stride dimension offset in 16-byte units: between groups of 8 rows.
     """
     pointer = T.address_of(register)
     T.evaluate(_CUDA.wgmma.encode_matrix_descriptor(pointer, address, leading, stride, 3 if is_swizzled else 0))

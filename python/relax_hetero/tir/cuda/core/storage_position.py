@@ -15,8 +15,7 @@ from ...core.packed_storage import PackedStorage, is_multiple
 from ...core.work_split import unravel
 from .launch import at_least_one
 
-THREADS = 256
-"""Threads of a block of a memory-bound kernel."""
+THREADS = 256  # threads of a block of a memory-bound kernel
 
 
 def innermost(layout: PackedLayout, shape: Sequence[Expr]) -> int:
@@ -40,12 +39,7 @@ def run_length(layout: PackedLayout, shape: Sequence[Expr], dtype: str) -> int:
 def position_of(storage: PackedStorage, vector: Expr, lanes: int) -> list[Expr]:
     """Logical position of the first element of a vector that is contiguous in tensor and storage.
 
-    Parameters
-    ----------
-    vector : PrimExpr
-        Number of the vector in storage, int64.
-    lanes : int
-        A divisor of `run_length`.
+    `vector`: number of the vector in storage, int64. `lanes`: a divisor of `run_length`.
     """
     layout = storage.layout
     extents = [plain_extent(extent) for extent in storage.physical]

@@ -14,26 +14,19 @@ from ...core.view import Coordinates, OperandView, View
 from .dialect import has_ptx
 
 _UNITS = {1: "uint8", 2: "uint16"}
-MAX_LANES = 8
-"""Maximum elements of a vector in kernels of mixed types: 8 float32 take two accesses."""
+MAX_LANES = 8  # maximum elements of a vector in kernels of mixed types: 8 float32 take two accesses
 
 
 class VectorRegisters:
-    """Vectors of a parameter's elements in registers, and their memory.
+    """Vectors of a parameter's elements in registers, and their memory."""
 
-    Parameters
-    ----------
-    view : View
-        Opened; its element type is that of single elements in registers.
-    first : PrimExpr
-        Offset of vector 0 in memory, a multiple of `lanes`.
-    lanes : int
-        Elements of a vector, a power of two.
-    count : int
-        Number of vectors in registers.
-    """
-
-    def __init__(self, view: View, first: Expr, lanes: int, count: int) -> None:
+    def __init__(
+        self,
+        view: View,  # opened; its element type is that of single elements in registers
+        first: Expr,  # offset of vector 0 in memory, a multiple of `lanes`
+        lanes: int,  # elements of a vector, a power of two
+        count: int,  # number of vectors in registers
+    ) -> None:
         size = lanes * bytes_of(view.nominal)
         self._unit = _UNITS.get(size, "uint32") if has_ptx() else view.dtype
         per_vector = max(1, size // bytes_of(self._unit))
@@ -53,18 +46,13 @@ class VectorRegisters:
         """Write an element, by its number in the registers."""
         T.buffer_store(self._elements, value, [element])
 
-    def load(self, vector: int, index: Expr, inside: Expr | None) -> None:
-        """Load a vector, zeros if its predicate is false.
-
-        Parameters
-        ----------
-        vector : int
-            Number of the vector in registers.
-        index : PrimExpr
-            Number of the vector in memory, counted from `first`.
-        inside : PrimExpr or None
-            Predicate; None: always true.
-        """
+    def load(
+        self,
+        vector: int,  # number of the vector in registers
+        index: Expr,  # number of the vector in memory, counted from `first`
+        inside: Expr | None,  # predicate; None: always true
+    ) -> None:
+        """Load a vector, zeros if its predicate is false."""
         if inside is None:
             self._copy(vector, index, False)
             return
@@ -113,8 +101,7 @@ class VectorRegisters:
             self._write(self._memory, vector, base)
             return
         for number, (lanes, width) in enumerate(self._accesses(vector)):
-            indices = lane_indices((base + number) * width, width)
-            T.buffer_store(self._units, self._memory[indices], [lanes])
+            T.buffer_store(self._units, self._memory[lane_indices((base + number) * width, width)], [lanes])
 
     def _write(self, memory: Any, vector: int, base: Expr) -> None:
         for number, (lanes, width) in enumerate(self._accesses(vector)):

@@ -18,8 +18,7 @@ from ...core.builder import Expr
 from ..core import ptx
 from ..core.dialect import has_ptx
 
-NARROW = ("float16", "bfloat16")
-"""16-bit floating-point types, computed in float32."""
+NARROW = ("float16", "bfloat16")  # 16-bit floating-point types, computed in float32
 
 # Calls without arithmetic: selection, hints and reinterpretation of bits.
 _OPAQUE = frozenset(("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.address_of", "tirx.call_extern"))

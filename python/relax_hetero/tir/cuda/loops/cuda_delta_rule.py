@@ -18,8 +18,7 @@ from ..core.launch import local, unrolled
 from ..tile.register_tile import add, reduce_lanes
 from .launch import launch, scheduled_as, sync
 
-_THREADS = 256
-"""Threads of a block of the convolution: channels."""
+_THREADS = 256  # threads of a block of the convolution: channels
 _ZERO = T.float32(0)
 
 

@@ -54,11 +54,8 @@ from .reduction import lane_position, write_reduction
 #
 # Rows are padded by a word, so that threads that read a column have no bank conflicts.
 
-_MAX_TILE_EXTENT = 64
-"""Maximum rows and columns of a tile."""
-
-_MIN_TILE_EXTENT = 8
-"""Minimum extent of tiled loops: strided loads of shorter ones hit the cache."""
+_MAX_TILE_EXTENT = 64  # maximum rows and columns of a tile
+_MIN_TILE_EXTENT = 8  # minimum extent of tiled loops: strided loads of shorter ones hit the cache
 
 _THREADS = 256
 _MAX_SHARED_BYTES = 48 << 10
@@ -226,14 +223,9 @@ def _store_points(box: LaneBox, position: dict[tirx.Var, Expr], inputs: dict[tir
 #     part[s] = reduce i in 131072: x[s * 131072 + i]      # for s in 512
 #     sum[0] = reduce s in 512: part[s]
 
-_TARGET_BLOCKS_PER_SM = 4
-"""Target blocks per multiprocessor of a reduction."""
-
-_MIN_SPLIT_TERMS = 2048
-"""Minimum terms of a split: fewer do not pay for a second launch."""
-
-_MIN_SPLITS = 8
-"""Minimum number of splits; reductions with fewer take one launch."""
+_TARGET_BLOCKS_PER_SM = 4  # target blocks per multiprocessor of a reduction
+_MIN_SPLIT_TERMS = 2048  # minimum terms of a split: fewer do not pay for a second launch
+_MIN_SPLITS = 8  # minimum number of splits; reductions with fewer take one launch
 
 
 @dataclass(frozen=True)
@@ -335,8 +327,7 @@ def _sums(merge: Merge, buffers: list[tirx.Buffer], offset: Expr, terms: list[Ex
 
 # Maps: boxes without a reduction, a few elements per thread.
 
-# Strided elements of a thread, whose loads are in flight together.
-_STRIDED_LANES = 4
+_STRIDED_LANES = 4  # strided elements of a thread, whose loads are in flight together
 # A thread has several strided elements only of boxes with many elements, and expressions of few nodes.
 _MIN_STRIDED_ELEMENTS, _MAX_STRIDED_NODES = 1 << 18, 200
 
@@ -442,8 +433,7 @@ def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], gpu: GpuTarget) -
             memory = {views[buffer]: memory_of for buffer, memory_of in buffers.items()}
             for nest in nests:
                 memory |= _write_nest(split_axes(nest), gpu, views)
-    body = with_views(builder.get().body, memory)
-    return func.with_body(body).with_attr("tirx.is_scheduled", True)
+    return func.with_body(with_views(builder.get().body, memory)).with_attr("tirx.is_scheduled", True)
 
 
 def _count(buffer: tirx.Buffer) -> list[tirx.Expr]:

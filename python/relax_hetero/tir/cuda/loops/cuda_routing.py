@@ -19,8 +19,7 @@ from .launch import launch, scheduled_as
 
 _LOWEST = tirx.const(-math.inf, "float32")
 _NO_EXPERT = (1 << 31) - 1
-_REDUX_CAPABILITY = 80
-"""Compute capability from which a warp reduces integers by one instruction."""
+_REDUX_CAPABILITY = 80  # compute capability from which a warp reduces integers by one instruction
 
 
 def routing_kernel(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -147,12 +146,7 @@ def _keep_groups(best: _Best, problem: RoutingProblem, numbers: list[Expr]) -> N
 class _Best:
     """Writer of the search of a row's greatest value, which every lane gets, with its expert.
 
-    Parameters
-    ----------
-    lane : PrimExpr
-    values : Buffer
-        Registers with the values of experts `lane`, ``lane + 32``, ...
-    experts : int
+    `values`: registers with the values of experts `lane`, ``lane + 32``, ...
     """
 
     def __init__(self, lane: Expr, values: Any, experts: int) -> None:

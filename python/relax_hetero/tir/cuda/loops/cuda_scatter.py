@@ -23,6 +23,7 @@ from ...core.bounds import BOUNDED
 from ...core.builder import Expr, Function, ceil_div, flat, int64, lane_indices
 from ...core.work_split import ravel, unravel
 from ...scatter import REDUCTIONS, ScatterProblem
+from ..core.launch import at_least_one
 from .arithmetic import for_cuda
 from .lanes import WORD_BYTES, register
 from .launch import inside, launch
@@ -30,8 +31,7 @@ from .launch import inside, launch
 SEVERAL_LAUNCHES = "relax_hetero.several_launches"
 """Attribute of a kernel that consists of several launches, each of which becomes a PrimFunc of its own."""
 
-MAX_IN_ORDER = 64
-"""Maximum updates that a thread applies in order; more are sorted."""
+MAX_IN_ORDER = 64  # maximum updates that a thread applies in order; more are sorted
 
 _THREADS = 256
 
@@ -76,7 +76,7 @@ def scatter_in_order(scatter: GpuScatter) -> tirx.PrimFunc:
         else:
             lines = prod(extent for d, extent in enumerate(updates) if d != axis)
             with kernel.threads(lines) as line, T.serial(int64(updates[axis])) as along:
-                outer = iter(unravel(line, [_positive(e) for d, e in enumerate(updates) if d != axis]))
+                outer = iter(unravel(line, [at_least_one(e) for d, e in enumerate(updates) if d != axis]))
                 position = [along if d == axis else next(outer) for d in range(len(updates))]
                 source = ravel(position, updates)
                 kernel.at_target(source, lambda target: kernel.update(target, source), position)
@@ -104,7 +104,7 @@ def scatter_sorted(scatter: GpuScatter) -> tirx.PrimFunc:
         size, count = (1 if scatter.axis is not None else kernel.slice_size()), scatter.targets
         assert count is not None
         with kernel.threads(count * size) as unit:
-            width = _positive(size)
+            width = at_least_one(size)
             row, i = unit // width, unit % width
 
             def target(row: Expr) -> Expr:
@@ -136,11 +136,6 @@ def scatter_sorted(scatter: GpuScatter) -> tirx.PrimFunc:
     return kernel.result
 
 
-def _positive(extent: Expr) -> Expr:
-    # TVM's analyzer rejects a division by zero even in code that never runs.
-    return max(extent, 1) if isinstance(extent, int) else T.max(extent, int64(1))
-
-
 @contextmanager
 def _kernel(name: str, scatter: GpuScatter, parts: Sequence[str], attrs: dict[str, Any]) -> Iterator[_Kernel]:
     function = Function(name)
@@ -152,17 +147,9 @@ def _kernel(name: str, scatter: GpuScatter, parts: Sequence[str], attrs: dict[st
 
 
 class _Kernel:
-    """Writer of a kernel.
+    """Writer of a kernel."""
 
-    Attributes
-    ----------
-    extents : dict
-        Extents of each tensor.
-    result : PrimFunc
-        The kernel, set when it is complete.
-    """
-
-    result: tirx.PrimFunc
+    result: tirx.PrimFunc  # the kernel, set when it is complete
 
     def __init__(self, function: Function, scatter: GpuScatter, parts: Sequence[str]) -> None:
         self._scatter, problem = scatter, scatter.problem
@@ -180,6 +167,7 @@ class _Kernel:
             shape, dtype = specs[part]
             self._shapes[part] = [function.extent(dim) for dim in shape]
             self._arguments[part] = function.argument(part, self._shapes[part], dtype)
+        # Extents of each tensor.
         self.extents = {
             part: [function.symbol(dim) if isinstance(dim, str) else dim for dim in specs[part][0]] for part in specs
         }
@@ -227,12 +215,8 @@ class _Kernel:
     def at_target(self, number: Expr, visit: Callable[[Expr], None], position: Sequence[Expr] | None = None) -> None:
         """Call `visit` with the target of an update, if it is within the data.
 
-        Parameters
-        ----------
-        number : PrimExpr
-            Number of the update.
-        position : sequence of PrimExpr, optional
-            Coordinates of an element in the updates; by default those of `number`.
+        `number`: number of the update. `position`: coordinates of an element in the updates; by default those of
+        `number`.
         """
         axis, data, indices = self._scatter.axis, self.extents["data"], self.extents["indices"]
         if axis is None:
@@ -245,7 +229,7 @@ class _Kernel:
             target = ravel(values, data[:depth]) if values else int64(0)
         else:
             updates = self.extents["updates"]
-            position = unravel(number, [_positive(extent) for extent in updates]) if position is None else position
+            position = unravel(number, [at_least_one(extent) for extent in updates]) if position is None else position
             index = register("int64", 1)
             T.buffer_store(index, self._index(ravel(list(position), indices)), [int64(0)])
             along = index[int64(0)]

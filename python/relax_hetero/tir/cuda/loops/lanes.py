@@ -26,17 +26,12 @@ from ...loops.stages import Load, loads, node_count, sources, variables, with_lo
 from ..core.dialect import has_ptx
 from .arithmetic import NARROW, for_cuda
 
-LANE = tirx.Var("lane", "int64")
-"""Variable that stands for the lane number in expressions."""
+LANE = tirx.Var("lane", "int64")  # variable that stands for the lane number in expressions
+WORD_BYTES = 4  # bytes of a word, the unit of vector copies
 
-WORD_BYTES = 4
-"""Bytes of a word, the unit of vector copies."""
+_MAX_NODES = 64  # larger expressions are stored in registers before use: TVM's simplifier and visitors are slow on them
 
-# Larger expressions are stored in registers before use: TVM's simplifier and visitors are slow on them.
-_MAX_NODES = 64
-
-# A choice between expressions of fewer nodes is left to the compiler: its branches are cheap.
-_MIN_BRANCH_NODES = 4
+_MIN_BRANCH_NODES = 4  # a choice between expressions of fewer nodes is left to the compiler: its branches are cheap
 
 Registers = Mapping[tirx.Buffer, tirx.Buffer]
 """Registers of a thread, one per lane, by the buffer whose values they hold."""
@@ -71,20 +66,14 @@ class LaneBox:
 def max_lanes(types: Sequence[str]) -> int:
     """Number of lanes that fills 16 bytes of the widest type, and at least a word of the narrowest."""
     sizes: list[int] = [int(bytes_of(dtype)) for dtype in types]
-    if not sizes or min(sizes) == 0:
-        return 1
-    return max(VECTOR_BYTES // max(sizes), WORD_BYTES // min(sizes), 1)
+    return 1 if not sizes or min(sizes) == 0 else max(VECTOR_BYTES // max(sizes), WORD_BYTES // min(sizes), 1)
 
 
 def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> LaneBox:
     """Vectorize the accesses of a box that are contiguous along a loop.
 
-    Parameters
-    ----------
-    lanes : int
-        Elements of a vector, which begins at a multiple of `lanes` along the loop.
-    along_results : bool
-        Whether the loop is spatial: results are then stored in vectors too.
+    `lanes`: elements of a vector, which begins at a multiple of `lanes` along the loop. `along_results`: whether the
+    loop is spatial: results are then stored in vectors too.
     """
     if lanes == 1:
         return LaneBox(box, loop.var, 1)
@@ -124,10 +113,7 @@ def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> Lan
 def is_vector(offset: Expr, buffer: tirx.Buffer, var: tirx.Var, units: Mapping[tirx.Var, Expr], lanes: int) -> bool:
     """Return whether lanes along a loop are contiguous in memory, whole words and aligned to a vector.
 
-    Parameters
-    ----------
-    units : mapping
-        The loop's variable as a multiple of the number of vectors.
+    `units`: the loop's variable as a multiple of the number of vectors.
     """
     if bytes_of(str(buffer.dtype)) * lanes % WORD_BYTES or not is_step(stride(offset, var), 1):
         return False
@@ -177,12 +163,8 @@ class Guards:
 def copy_words(target: tirx.Buffer, offset: Expr, source: tirx.Buffer, start: Expr, count: int) -> None:
     """Copy neighbouring elements between memory and registers, up to 16 bytes at a time.
 
-    Parameters
-    ----------
-    offset, start : PrimExpr
-        First element in the target and in the source, aligned to a vector.
-    count : int
-        Number of elements, whole words.
+    `offset`, `start`: first element in the target and in the source, aligned to a vector. `count`: number of elements,
+    whole words.
     """
     dtype = str(target.dtype)
     size = bytes_of(dtype)
@@ -264,12 +246,8 @@ def compute_steps(
 ) -> dict[tirx.Buffer, tirx.Buffer]:
     """Compute the steps of a box in registers, and return the registers of the results.
 
-    Parameters
-    ----------
-    position : mapping
-        Values of the loop variables, in terms of `LANE`.
-    inputs : mapping
-        Registers of reduced values and of loaded vectors.
+    `position`: values of the loop variables, in terms of `LANE`. `inputs`: registers of reduced values and of loaded
+    vectors.
     """
     placed = box.at(position)
     steps = placed.nest.steps
@@ -331,13 +309,7 @@ def _branchless(expr: Expr, lanes: int) -> Expr:
 def store_lanes(
     box: LaneBox, position: Mapping[tirx.Var, Expr], results: Registers, exists: Callable[[Expr], Expr] | None = None
 ) -> None:
-    """Store results: as vectors where they are contiguous, else lane by lane.
-
-    Parameters
-    ----------
-    exists : callable, optional
-        Predicate of a lane.
-    """
+    """Store results: as vectors where they are contiguous, else lane by lane. `exists`: predicate of a lane."""
     for buffer, first_offset in box.box.places.items():
         offset = replaced(first_offset, position)
         if buffer in box.stores:

@@ -15,8 +15,7 @@ from ...core.work_split import unravel
 from ...loops.flat import Loop
 from ..core.launch import at_least_one
 
-_BLOCK_THREADS = 256
-"""Default threads of a block, with which four to eight blocks are resident on a multiprocessor."""
+_BLOCK_THREADS = 256  # default threads of a block, with which four to eight blocks are resident on a multiprocessor
 
 
 @contextmanager
@@ -51,19 +50,11 @@ def count_of(loops: Sequence[Loop]) -> Expr:
 def position_of(number: Expr, loops: Sequence[Loop], counts: Sequence[Expr] | None = None) -> dict[tirx.Var, Expr]:
     """Values of the loop variables at a point with a row-major number.
 
-    Parameters
-    ----------
-    counts : sequence, optional
-        Extents of the loops, by default their numbers of iterations.
+    `counts`: extents of the loops, by default their numbers of iterations.
     """
-    extents = [_positive(count) for count in (counts or [loop.count for loop in loops])]
-    values = unravel(number, extents)
-    return {loop.var: value for loop, value in zip(loops, values, strict=True)}
-
-
-def _positive(extent: Expr) -> Expr:
     # TVM's analyzer rejects a division by zero even in code that never runs.
-    return int64(max(extent, 1)) if isinstance(extent, int) else T.max(extent, int64(1))
+    extents = [int64(at_least_one(count)) for count in (counts or [loop.count for loop in loops])]
+    return {loop.var: value for loop, value in zip(loops, unravel(number, extents), strict=True)}
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import tvm
 from tvm import tirx
-from tvm_ffi import structural_equal, structural_map, structural_walk
+from tvm_ffi import structural_equal, structural_map
 
 from ...core.builder import Expr, as_type
 from ...core.walks import replaced
 from ...loops.nests import Sum
 from ...loops.reduce_box import combined
-from ...loops.stages import Load, node_count, sources, with_loads
+from ...loops.stages import Load, node_count, sources, variables, with_loads
 from ...math.extremes import is_nan
 from .arithmetic import accumulator_type
 
@@ -95,13 +95,10 @@ def _selection_merge(sums: Sequence[Sum]) -> Merge | None:
     by_buffer = {s.buffer: var for s, var in zip(sums, own, strict=True)}
     values = [_with_narrow_comparisons(_with_narrow_bits(s.value), _buffers(sums), terms) for s in sums]
 
-    def accumulator(load: Load) -> Expr:
-        return by_buffer.get(load.source, load)
-
     joined = []
     for value in values:
-        value = with_loads(_replace_terms(value, terms, new), accumulator)
-        if sources(value) or not _variables(value) <= {*own, *new}:
+        value = with_loads(_replace_terms(value, terms, new), lambda load: by_buffer.get(load.source, load))
+        if sources(value) or not variables(value) <= {*own, *new}:
             return None
         joined.append(_without_branches(value))
     starts = tuple(s.initial for s in sums)
@@ -175,9 +172,3 @@ def _replace_terms(value: Expr, terms: Sequence[Expr], new: Sequence[tirx.Var]) 
 
         value = structural_map(value, (type(term), substitute))
     return value
-
-
-def _variables(value: Expr) -> set[tirx.Var]:
-    variables: list[tirx.Var] = []
-    structural_walk(value, (tvm.ir.Var, variables.append))
-    return set(variables)

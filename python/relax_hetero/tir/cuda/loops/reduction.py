@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -40,23 +41,12 @@ from .lanes import (
 from .launch import count_of, inside, launch, position_of, sync, threads_for
 from .merging import Merge, merge_of
 
-Partials = list[tirx.Buffer]
-"""Partial results of a thread: per reduction, a register for each lane."""
-
-_BLOCK_THREADS = 256
-"""Threads of a block that merge partial results."""
-
-_MAX_SHARED_BYTES = 48 << 10
-"""Bytes of statically allocated shared memory of a block."""
-
-_MAX_SERIAL_TERMS = 32
-"""Maximum terms of a result that one thread computes."""
-
-_MAX_UNROLLED_TERMS = 9
-"""Maximum terms of an unrolled reduction, such as that of a 3x3 pooling window."""
-
-_UNROLLED_SELECTIONS = 4
-"""Vectors that a thread loads before it selects among their elements."""
+Partials = list[tirx.Buffer]  # partial results of a thread: per reduction, a register for each lane
+_BLOCK_THREADS = 256  # threads of a block that merge partial results
+_MAX_SHARED_BYTES = 48 << 10  # bytes of statically allocated shared memory of a block
+_MAX_SERIAL_TERMS = 32  # maximum terms of a result that one thread computes
+_MAX_UNROLLED_TERMS = 9  # maximum terms of an unrolled reduction, such as that of a 3x3 pooling window
+_UNROLLED_SELECTIONS = 4  # vectors that a thread loads before it selects among their elements
 
 _MIN_VECTORS_PER_THREAD = 4
 """Minimum vectors that a thread reads before partial results are merged, if there are enough threads."""
@@ -155,9 +145,7 @@ def _write_serial(box: FlatBox, merge: Merge | None, plan: Plan, gpu: GpuTarget)
     if counts:
         counts[-1] = ceil_div(counts[-1], plan.lanes)
     lane_box = vectorized(box, box.spatial[-1], plan.lanes, True) if box.spatial else LaneBox(box, None, 1)
-    units: Expr = 1
-    for count in counts:
-        units = units * count
+    units: Expr = prod(counts)
     threads = threads_for(units, gpu)
     with launch(ceil_div(units, threads), threads) as (block, thread):
         number = block * threads + thread
@@ -334,9 +322,7 @@ class _BlockReduction:
         counts = [loop.count for loop in spatial]
         if plan.lanes > 1:
             counts[-1] = counts[-1] // plan.lanes
-        units: Expr = 1
-        for count in counts:
-            units = units * count
+        units: Expr = prod(counts)
         if isinstance(units, int):
             while self.groups > 1 and self.groups > units and plan.are_neighbours:
                 self.groups //= 2
@@ -354,8 +340,7 @@ class _BlockReduction:
             # Threads without a result compute the last one: all threads of a block must reach the barriers.
             clamped = number if is_whole else T.max(T.min(number, int64(units) - 1), int64(0))
             position = _scale_to_elements(position_of(clamped, spatial, counts) if spatial else {}, self._stored_box())
-            lanes = max(plan.lanes, plan.terms)
-            partials = init_partials(merge, lanes)
+            partials = init_partials(merge, max(plan.lanes, plan.terms))
             if isinstance(units, int):
                 if units:
                     self._accumulate(position, rank, partials)
@@ -381,9 +366,7 @@ class _BlockReduction:
         counts = [loop.count for loop in reduced]
         if plan.terms > 1:
             counts[-1] = counts[-1] // plan.terms
-        units: Expr = 1
-        for count in counts:
-            units = units * count
+        units: Expr = prod(counts)
 
         def accumulate_unit(number: Expr) -> None:
             point = position_of(number, reduced, counts)

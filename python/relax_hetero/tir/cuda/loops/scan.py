@@ -32,8 +32,7 @@ COMBINE: dict[str, tuple[float, Callable[[Expr, Expr], Expr]]] = {
 """Initial value and function of each kind of scan."""
 
 _THREADS, _LANES = 256, 4
-# Maximum elements of a line that one thread scans.
-_MAX_THREAD_LINE = 32
+_MAX_THREAD_LINE = 32  # maximum elements of a line that one thread scans
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,8 @@ class ScanProblem:
     exclusive: bool  # whether the scan is exclusive: an element's result excludes the element
 
 
-TILE = 8192
-"""Elements of a tile, which one block scans."""
-
-_OCCUPYING_LINES = 128
-"""Number of lines that occupy a GPU without tiles."""
+TILE = 8192  # elements of a tile, which one block scans
+_OCCUPYING_LINES = 128  # number of lines that occupy a GPU without tiles
 
 
 def tiles_of(problem: ScanProblem) -> int:

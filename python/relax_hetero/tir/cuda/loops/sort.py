@@ -29,11 +29,8 @@ from ...math.extremes import is_nan
 from .lanes import register
 from .launch import inside, launch, sync
 
-TILE = 2048
-"""Maximum elements of a tile; a power of two."""
-
-_MIN_TOPK_TILE = 256
-"""Minimum elements of a tile of a top-k."""
+TILE = 2048  # maximum elements of a tile; a power of two
+_MIN_TOPK_TILE = 256  # minimum elements of a tile of a top-k
 _THREADS = 256
 
 
@@ -59,11 +56,7 @@ class SortProblem:
     @property
     def pair_types(self) -> tuple[str, ...]:
         """Element types of the tensors that hold pairs."""
-        return ("int64", "int32") if self._has_wide_keys else ("int64",)
-
-    @property
-    def _has_wide_keys(self) -> bool:
-        return bytes_of(self.dtype) == 8
+        return ("int64", "int32") if bytes_of(self.dtype) == 8 else ("int64",)
 
 
 @dataclass(frozen=True)
@@ -94,13 +87,7 @@ class SortStep:
 
 
 def sort_steps(problem: SortProblem, tile: int = TILE) -> list[SortStep]:
-    """The launches of a sort, in order.
-
-    Parameters
-    ----------
-    tile : int
-        Maximum elements of a tile, a power of two.
-    """
+    """The launches of a sort, in order. `tile`: maximum elements of a tile, a power of two."""
     steps: list[SortStep] = []
     is_topk = 2 * problem.count <= tile
     # Short tiles take fewer stages where only few of their elements are kept.

@@ -19,6 +19,7 @@ A statement whose outermost loop is not proven independent runs in one thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import tvm
@@ -30,6 +31,7 @@ from tvm_ffi import VisitInterrupt, structural_equal, structural_map, structural
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64, plain_extent
+from ...core.walks import replaced
 from ...loops.stages import Load, loads, variables
 from .arithmetic import for_cuda
 from .launch import threads_for
@@ -143,8 +145,7 @@ class _LoopBody:
         terms = detect_linear_equation(rest, names)
         if not terms or variables(terms[-1]) & self._inside:
             return None, zero
-        free = self._analyzer.simplify(terms[-1])
-        return free, self._analyzer.simplify(rest - terms[-1])
+        return self._analyzer.simplify(terms[-1]), self._analyzer.simplify(rest - terms[-1])
 
 
 def _reads(expr: Expr) -> bool:
@@ -213,9 +214,7 @@ def _launch(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tirx.
         while isinstance(body, tirx.SeqStmt) and len(body.seq) == 1:
             body = body.seq[0]
     body, hoisted = _place_temporaries(_serialize(body))
-    units: Expr = 1
-    for _, _, extent in loops:
-        units = units * (extent if isinstance(extent, int) else tirx.Cast("int64", extent))
+    units: Expr = prod(count if isinstance(count, int) else tirx.Cast("int64", count) for _, _, count in loops)
     threads = threads_for(units, gpu) if loops else WARP
     block, thread = tirx.Var("block", "int64"), tirx.Var("thread", "int64")
     number: Expr = block * threads + thread
@@ -226,7 +225,7 @@ def _launch(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tirx.
         index = tirx.floormod(number, divisor)
         number = tirx.floordiv(number, divisor)
         values[var] = (index if str(var.ty.dtype) == "int64" else tirx.Cast(str(var.ty.dtype), index)) + start
-    body = tirx.IfThenElse(exists, _substitute(body, values), None)
+    body = tirx.IfThenElse(exists, replaced(body, values), None)
     blocks = ceil_div(units, threads)
     grid = int64(max(blocks, 1)) if isinstance(blocks, int) else T.max(blocks, int64(1))
     inner = _bound(thread, int64(threads), "threadIdx.x", body)
@@ -244,13 +243,6 @@ def _bound(var: tirx.Var, extent: Expr, tag: str, body: tirx.Stmt) -> tirx.For:
     """Loop bound to blocks or threads."""
     threads = tirx.IterVar(None, tirx.Var("", "int64"), tirx.IterVar.ThreadIndex, tag)
     return tirx.For(var, int64(0), extent, tirx.ForKind.THREAD_BINDING, body, threads)
-
-
-def _substitute(body: tirx.Stmt, values: dict[tirx.Var, Expr]) -> tirx.Stmt:
-    """Replace variables in a statement."""
-    if values:
-        body = structural_map(body, (tvm.ir.Var, lambda var: values.get(var, var)))
-    return body
 
 
 def _serialize(body: tirx.Stmt) -> tirx.Stmt:

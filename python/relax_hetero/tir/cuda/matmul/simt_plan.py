@@ -115,10 +115,7 @@ def simt_plan(
             if cluster == 1 or min(_tiles(plan, case, count) for case in cases) < gpu.multiprocessors:
                 choices.append((plan, (rates[0], rates[1])))
 
-    def cost(choice: tuple[SimtPlan, tuple[int, int]], case: Sequence[int]) -> float:
-        return _cycles(choice[0], case, count, choice[1], gpu)
-
-    return minimax_regret(choices, cases, cost)[0]
+    return minimax_regret(choices, cases, lambda choice, case: _cycles(choice[0], case, count, choice[1], gpu))[0]
 
 
 def _tiles(plan: SimtPlan, sizes: Sequence[int], count: int) -> int:

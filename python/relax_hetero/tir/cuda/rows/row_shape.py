@@ -11,30 +11,22 @@ from ....target.gpu_target import VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr
 from ..core.vectors import MAX_LANES
 
-MAX_THREAD_ELEMENTS = 32
-"""Maximum elements of a row in a thread's registers: their code is unrolled."""
+MAX_THREAD_ELEMENTS = 32  # maximum elements of a row in a thread's registers: their code is unrolled
 TARGET_REGISTERS = 16
 """Registers for the elements of a row in a thread; rows that need more get more threads, up to `BLOCK_THREADS`.
 Measured on an H200, a layer norm of 8192x1024 in float32 takes 19.0 us with 128 threads of 32 registers a row, 20.3
 with 64 of 44; of 4096x4096 in float16 20.1 us with 128 threads, 22.5 with 512 of 8 elements each."""
 LATE_FRACTION = 0.5
 """Fraction of an operand's registers that counts if it is loaded late: the compiler hoists some of its loads."""
-MAX_REGISTERS = 48
-"""Maximum registers for all operands of a thread, where there are few rows."""
-MAX_CLUSTER_BLOCKS = 8
-"""Maximum blocks of a cluster on every GPU that has clusters."""
-MIN_BLOCK_ELEMENTS = 8192
-"""Minimum elements of a row per block of a cluster: each reduction is a cluster barrier."""
-BLOCK_THREADS = 128
-"""Threads of a block of several rows, and of a row of symbolic length."""
-LONG_ROW_THREADS = 512
-"""Threads of a row that is too long for registers."""
-IN_FLIGHT = 4
-"""Vectors of such a row that a thread loads at a time."""
+MAX_REGISTERS = 48  # maximum registers for all operands of a thread, where there are few rows
+MAX_CLUSTER_BLOCKS = 8  # maximum blocks of a cluster on every GPU that has clusters
+MIN_BLOCK_ELEMENTS = 8192  # minimum elements of a row per block of a cluster: each reduction is a cluster barrier
+BLOCK_THREADS = 128  # threads of a block of several rows, and of a row of symbolic length
+LONG_ROW_THREADS = 512  # threads of a row that is too long for registers
+IN_FLIGHT = 4  # vectors of such a row that a thread loads at a time
 MIN_THREAD_ELEMENTS = 8
 """Minimum elements of a row per thread, where there are too few rows to occupy the GPU otherwise."""
-OCCUPYING_THREADS = 512
-"""Threads per multiprocessor that hide most of the memory latency."""
+OCCUPYING_THREADS = 512  # threads per multiprocessor that hide most of the memory latency
 
 
 @dataclass(frozen=True)
@@ -68,18 +60,14 @@ def lanes_for(n: Expr, dtypes: Sequence[str]) -> int:
     return math.gcd(n, max_lanes) if isinstance(n, int) else max_lanes
 
 
-def register_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget) -> RowShape | None:
-    """Shape for rows kept in registers; None if they are too long.
-
-    Parameters
-    ----------
-    n : int
-        Elements of a row.
-    total : int or PrimExpr
-        Rows.
-    words : float
-        Registers per element.
-    """
+def register_shape(
+    n: int,  # elements of a row
+    lanes: int,
+    total: Expr,  # rows
+    words: float,  # registers per element
+    gpu: GpuTarget,
+) -> RowShape | None:
+    """Shape for rows kept in registers; None if they are too long."""
     vectors = -(-n // lanes)
     threads = min(WARP, _ceil_power_of_two(-(-vectors // 4)))
 

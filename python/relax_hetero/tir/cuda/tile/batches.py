@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -11,8 +12,7 @@ from ...core.builder import Expr, int64
 from ...core.view import Coordinates
 from ..core.launch import at_least_one
 
-_RASTERIZATION_GROUP_M = 8
-"""Row tiles of neighbouring blocks before the next column tile, for reuse of L2."""
+_RASTERIZATION_GROUP_M = 8  # row tiles of neighbouring blocks before the next column tile, for reuse of L2
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,7 @@ class Batches:
     @property
     def count(self) -> Expr:
         """Number of products."""
-        count: Expr = 1
-        for extent in self.extents.values():
-            count = count * extent
-        return count
+        return prod(self.extents.values())
 
     @property
     def exists(self) -> Expr | None:

@@ -30,20 +30,16 @@ class ClusterReduction:
     rank: Expr  # rank of the block in the cluster
     groups: int  # consumer warpgroups of a block
 
-    def add(self, sums: Any, extents: tuple[int, int], kind: str, group: Expr, member: Expr) -> Any:
-        """Reduce the block's part of the tile, in the order of blocks; producers take part in two cluster barriers.
-
-        Parameters
-        ----------
-        sums : Buffer
-            Accumulators of a thread, in blocks of registers; a part has the same registers of each block.
-        extents : tuple of int
-            Number of blocks, and registers of each: a multiple of four per part.
-        kind : str
-            "float32" or "uint32".
-        group, member : PrimExpr
-            Index of the consumer warpgroup, and of the thread in it.
-        """
+    def add(
+        self,
+        sums: Any,  # accumulators of a thread, in blocks of registers; a part has the same registers of each block
+        extents: tuple[int, int],  # number of blocks, and registers of each: a multiple of four per part
+        kind: str,  # "float32" or "uint32"
+        # group, member: index of the consumer warpgroup, and of the thread in it.
+        group: Expr,
+        member: Expr,
+    ) -> Any:
+        """Reduce the block's part of the tile, in the order of blocks; producers take part in two cluster barriers."""
         blocks, registers = extents
         count = registers // self.cluster_split_k
         quads = [(block, quad) for block in range(blocks) for quad in range(count // 4)]

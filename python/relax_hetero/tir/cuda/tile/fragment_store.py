@@ -33,10 +33,8 @@ from ..core.operand import GpuOperand
 from .epilogue import EpilogueWriter
 from .register_tile import WARP_ROWS, reinterpreted
 
-SWAPPED_COLUMNS = 64
-"""Columns of the result in a warpgroup's fragments with swapped operands: the M dimension of wgmma."""
-STAGING_PAD = 32
-"""Maximum padding of staged rows in bytes."""
+SWAPPED_COLUMNS = 64  # columns of the result in a warpgroup's fragments with swapped operands: the M dimension of wgmma
+STAGING_PAD = 32  # maximum padding of staged rows in bytes
 _MAX_ROW_VECTOR = 8  # neighbouring elements that a lane computes together in whole rows
 _Pair = list[tuple[Expr, list[Expr]]]  # accumulators of two neighbours, each with its epilogue operands
 
@@ -107,12 +105,7 @@ class FragmentStore:
     def open(self, m: Expr, n: Expr, in_rows: bool) -> None:
         """Declare the elements of operands and result.
 
-        Parameters
-        ----------
-        m, n : PrimExpr or int
-            Extents of the result.
-        in_rows : bool
-            Whether the epilogue is computed on whole rows.
+        `m`, `n`: extents of the result. `in_rows`: whether the epilogue is computed on whole rows.
         """
         self._extents, self._in_rows = {"m": m, "n": n}, in_rows
         result, self._views = self._result, () if in_rows else self.writer.views
@@ -133,27 +126,15 @@ class FragmentStore:
     def plan(
         self,
         shared: SharedMemory,
+        # Rows and columns of a tile. If they divide the result, stores need no predicates.
         tile: tuple[int, int],
-        teams: int,
+        teams: int,  # warps that store 16 rows each; warpgroups if `swap_ab`
+        # Columns that a warp stages at a time, or rows of a warpgroup; they divide those of `emit`.
         epilogue_columns: int,
-        swap_ab: bool = False,
-        is_repeated: bool = True,
+        swap_ab: bool = False,  # whether operands are swapped
+        is_repeated: bool = True,  # whether the block calls `emit` more than once
     ) -> None:
-        """Reserve shared memory.
-
-        Parameters
-        ----------
-        tile : tuple of int
-            Rows and columns of a tile. If they divide the result, stores need no predicates.
-        teams : int
-            Warps that store 16 rows each; warpgroups if `swap_ab`.
-        epilogue_columns : int
-            Columns that a warp stages at a time, or rows of a warpgroup; they divide those of `emit`.
-        swap_ab : bool
-            Whether operands are swapped.
-        is_repeated : bool
-            Whether the block calls `emit` more than once.
-        """
+        """Reserve shared memory."""
         sizes = zip(self._extents.values(), tile, strict=True)
         self._divides_result = all(isinstance(size, int) and size % extent == 0 for size, extent in sizes)
         rows, columns = (epilogue_columns, SWAPPED_COLUMNS) if swap_ab else (WARP_ROWS, epilogue_columns)
@@ -224,10 +205,7 @@ class FragmentStore:
     def _load_pair(self, number: int, at: Coordinates, position: Expr, pair: Expr, lane: Expr) -> list[Expr]:
         """Load elements of operand `number` for two neighbours along `_along`, the first even.
 
-        Parameters
-        ----------
-        pair : PrimExpr
-            Number of pairs of the tile before that of the first lane.
+        `pair`: number of pairs of the tile before that of the first lane.
         """
         view = self._views[number]
         if self._staging.swap_ab or not self._has_pairs(view):
@@ -251,28 +229,16 @@ class FragmentStore:
 
     def emit(
         self,
-        sums: Any,
+        sums: Any,  # accumulators: for each block half as many registers as its extent
+        # 1 and the number of columns; if operands are swapped, blocks of 64 columns and the number of rows.
         extents: tuple[int, int],
-        at: Coordinates,
-        first: tuple[Expr, Expr],
+        at: Coordinates,  # coordinates of the batch
+        first: tuple[Expr, Expr],  # row and column of the first element, int64
+        # team, thread: index of the warp or warpgroup, and of the thread in it.
         team: Expr,
         thread: Expr,
     ) -> None:
-        """Store the rows of a warp, or the columns of a warpgroup if operands are swapped.
-
-        Parameters
-        ----------
-        sums : Buffer
-            Accumulators: for each block half as many registers as its extent.
-        extents : tuple of int
-            1 and the number of columns; if operands are swapped, blocks of 64 columns and the number of rows.
-        at : Coordinates
-            Coordinates of the batch.
-        first : tuple of PrimExpr
-            Row and column of the first element, int64.
-        team, thread : PrimExpr
-            Index of the warp or warpgroup, and of the thread in it.
-        """
+        """Store the rows of a warp, or the columns of a warpgroup if operands are swapped."""
         swap_ab, (blocks, extent) = self._staging.swap_ab, extents
         staging = replace(self._staging, offset=T.bind(self._staging.offset + team * self._staging.size))
         fetched, self._fetched = self._fetched, None

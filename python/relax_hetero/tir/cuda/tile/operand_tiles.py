@@ -23,14 +23,11 @@ from ..core import ptx
 from ..core.launch import SharedMemory, local, unrolled
 from ..core.operand import divides
 
-PRODUCERS = 128
-"""Producer threads."""
-PACKED_ROWS = 64
-"""Rows of a tile of a packed operand."""
+PRODUCERS = 128  # producer threads
+PACKED_ROWS = 64  # rows of a tile of a packed operand
 _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
 _GATHERS_IN_FLIGHT = 4  # chunks that a thread loads before it stores them
-MIN_LINE_ALIGNMENT = 4
-"""Bytes of the smallest asynchronous copy: lines with less alignment are gathered."""
+MIN_LINE_ALIGNMENT = 4  # bytes of the smallest asynchronous copy: lines with less alignment are gathered
 
 
 class TileView(Protocol):
@@ -53,12 +50,9 @@ class TileView(Protocol):
 class Source(Enum):
     """Method of loading a tile."""
 
-    PACKED = auto()
-    """Bulk copies of tiles packed in the layout of shared memory."""
-    LINES = auto()
-    """Asynchronous copies of aligned lines, with contiguous k."""
-    COLUMNS = auto()
-    """Asynchronous copies of 64 contiguous, aligned rows of one k."""
+    PACKED = auto()  # bulk copies of tiles packed in the layout of shared memory
+    LINES = auto()  # asynchronous copies of aligned lines, with contiguous k
+    COLUMNS = auto()  # asynchronous copies of 64 contiguous, aligned rows of one k
     GATHER = auto()
     """Element by element through registers: unaligned operands, and types that cannot be read transposed."""
 
@@ -129,22 +123,16 @@ class StageTile(ABC):
         """Compute values that producers need in all k-steps of a tile."""
 
     @abstractmethod
-    def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
-        """Copy the tile by all producers, asynchronously if possible; packed tiles are left to `load_bulk`.
-
-        Parameters
-        ----------
-        offset : PrimExpr
-            Offset of the tile in shared memory.
-        at : Coordinates
-            Coordinates of the batch.
-        first : PrimExpr
-            First row, int64.
-        step : PrimExpr
-            Number of the k-step, int32.
-        thread : PrimExpr
-            Index of the thread among the producers.
-        """
+    def load(
+        self,
+        shared: SharedMemory,
+        offset: Expr,  # offset of the tile in shared memory
+        at: Coordinates,  # coordinates of the batch
+        first: Expr,  # first row, int64
+        step: Expr,  # number of the k-step, int32
+        thread: Expr,  # index of the thread among the producers
+    ) -> None:
+        """Copy the tile by all producers, asynchronously if possible; packed tiles are left to `load_bulk`."""
 
 
 @dataclass(frozen=True)
@@ -169,15 +157,9 @@ class OperandTile(StageTile):
         extent: Expr,
         depth: Expr,
         threads: int = PRODUCERS,
-        may_transpose: bool = True,
+        may_transpose: bool = True,  # whether the kernel supports transposed tiles
     ) -> OperandTile:
-        """Tile of an opened view, with the best method of loading that its storage allows.
-
-        Parameters
-        ----------
-        may_transpose : bool
-            Whether the kernel supports transposed tiles.
-        """
+        """Tile of an opened view, with the best method of loading that its storage allows."""
         source, width = source_of(view, row_dim)
         if source is Source.COLUMNS and (rows % PACKED_ROWS or not may_transpose):
             # Transposed tiles consist of stripes of 64 rows.
@@ -244,17 +226,11 @@ class OperandTile(StageTile):
         shared: SharedMemory,
         offset: Expr,
         at: Coordinates,
-        place: tuple[Expr, Expr],
+        place: tuple[Expr, Expr],  # first row of the tile, and index of the packed tile in it
         step: Expr,
         barrier: Expr,
     ) -> None:
-        """Issue the bulk copy of a packed tile, by one thread.
-
-        Parameters
-        ----------
-        place : tuple of PrimExpr
-            First row of the tile, and index of the packed tile in it.
-        """
+        """Issue the bulk copy of a packed tile, by one thread."""
         first, block = place
         skip = block * PACKED_ROWS
         row = self._clamp_block(first + (skip if isinstance(skip, int) else T.Cast("int64", skip)))
@@ -288,13 +264,10 @@ class OperandTile(StageTile):
 
     def _clamp_block(self, row: Expr) -> Expr:
         """Clamp the first row of a packed tile to the last existing one."""
-        if self._is_whole_blocks(self.blocks):
+        if isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % self.blocks == 0:
             return row
         # Results of tiles beyond the extent are not stored.
         return T.min(row, int64((self.extent - 1) // PACKED_ROWS * PACKED_ROWS))
-
-    def _is_whole_blocks(self, blocks: int) -> bool:
-        return isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % blocks == 0
 
     def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
         """Copy the tile; parameters as in `StageTile.load`."""

@@ -21,12 +21,9 @@ from ...core.builder import Expr
 from ..core import ptx
 from ..core.launch import local, unrolled
 
-WARP_ROWS = 16
-"""Rows of a warp in a tile."""
-ROW_LANES = (1, 2)
-"""Distances between the lanes that share a row."""
-WARP_LANES = (16, 8, 4, 2, 1)
-"""Distances between the lanes of a warp."""
+WARP_ROWS = 16  # rows of a warp in a tile
+ROW_LANES = (1, 2)  # distances between the lanes that share a row
+WARP_LANES = (16, 8, 4, 2, 1)  # distances between the lanes of a warp
 
 
 def reduce_lanes(
@@ -34,12 +31,8 @@ def reduce_lanes(
 ) -> None:
     """Reduce an element of a register buffer over lanes, by a butterfly of shuffles; every lane gets the result.
 
-    Parameters
-    ----------
-    combine : callable
-        Expression of two values, such as ``T.max``.
-    distances : sequence of int
-        Distances between the lanes that are combined, in order: `ROW_LANES` for those of a row of a tile.
+    `combine`: expression of two values, such as ``T.max``. `distances`: distances between the lanes that are combined,
+    in order: `ROW_LANES` for those of a row of a tile.
     """
     other = local(1, str(buffer.dtype))
     for distance in distances:
@@ -132,11 +125,8 @@ class RegisterTile:
     def keep_columns(self, limits: Sequence[Expr], is_below: bool = True) -> None:
         """Mask columns by row, with minus infinity.
 
-        Parameters
-        ----------
-        limits : sequence of PrimExpr
-            Limits of both rows, int32: columns below are kept, or from it on if not `is_below`. They are relative to
-            the lane's first column, so that the compiler compares them with constants.
+        `limits`: limits of both rows, int32: columns below are kept, or from it on if not `is_below`. They are relative
+        to the lane's first column, so that the compiler compares them with constants.
         """
 
         def masked(value: Expr, i: Expr) -> Expr:

@@ -75,29 +75,17 @@ class ChunkedTile(SharedTile):
 
 
 class MatrixOperand:
-    """Operand of wgmma in shared memory; construct it within the launch.
-
-    Parameters
-    ----------
-    begin : PrimExpr or int
-        Offset in shared memory that the descriptor encodes.
-    leading, stride : int
-        Offsets of the matrix descriptor, see `ptx.matrix_descriptor`.
-    advance : callable
-        Offset of the k of a wgmma, in units of 16 bytes, given its number.
-    is_transposed : bool
-        Whether lines are values of k.
-    """
+    """Operand of wgmma in shared memory; construct it within the launch."""
 
     def __init__(
         self,
         shared: SharedMemory,
-        begin: Expr,
-        leading: int,
-        advance: Callable[[int], int],
-        stride: int = 64,
+        begin: Expr,  # offset in shared memory that the descriptor encodes
+        leading: int,  # leading dimension offset, see `ptx.matrix_descriptor`
+        advance: Callable[[int], int],  # offset of the k of a wgmma, in units of 16 bytes, given its number
+        stride: int = 64,  # stride dimension offset, see `ptx.matrix_descriptor`
         is_swizzled: bool = True,
-        is_transposed: bool = False,
+        is_transposed: bool = False,  # whether lines are values of k
     ) -> None:
         self.begin, self.advance, self.is_transposed = begin, advance, is_transposed
         self._base = local(1, "uint64")
@@ -121,24 +109,15 @@ class MatrixOperand:
 
 def multiply_by_rows(
     sums: RegisterTile,
+    # left, right: tile and first row: of the warp's 16 rows, and of ``sums.columns`` rows.
     left: tuple[SharedTile, Expr],
     right: tuple[SharedTile, Expr],
-    width_bytes: int,
+    width_bytes: int,  # bytes of k
     types: tuple[str, str],
     lane: Expr,
-    first_step: Expr = 0,
+    first_step: Expr = 0,  # first k, in units of 32 bytes
 ) -> None:
-    """``sums = left @ right.T`` by mma.sync, as of queries and keys.
-
-    Parameters
-    ----------
-    left, right : tuple of SharedTile and PrimExpr
-        Tile and first row: of the warp's 16 rows, and of ``sums.columns`` rows.
-    width_bytes : int
-        Bytes of k.
-    first_step : PrimExpr or int
-        First k, in units of 32 bytes.
-    """
+    """``sums = left @ right.T`` by mma.sync, as of queries and keys."""
     sums.fill(0)
     a, b = ([register[i] for i in range(4)] for register in (local(4, "uint32"), local(4, "uint32")))
     with unrolled(-(-width_bytes // ptx.CONTRACTION_BYTES)) as step:

@@ -22,8 +22,7 @@ from ..core.launch import local, unrolled
 from .register_tile import ROW_LANES, RegisterTile, add, reduce_lanes, row_of
 
 LOG2_E = math.log2(math.e)
-LOW = -(2.0**28)
-"""Scores below it differ by at least 32, or are equal; products with `LOG2_E` round by as much."""
+LOW = -(2.0**28)  # scores below it differ by at least 32, or are equal; products with `LOG2_E` round by as much
 
 
 class OnlineSoftmax:
@@ -65,12 +64,8 @@ class OnlineSoftmax:
     def begin(self, sinks: Sequence[Expr] | None = None, has_sinks: Expr = True) -> None:
         """Initialize the state for new rows.
 
-        Parameters
-        ----------
-        sinks : sequence of PrimExpr, optional
-            Scores of a lane's rows that have no value, float32 and not yet multiplied by `scale`.
-        has_sinks : PrimExpr
-            Whether the lane counts the sinks: one of those that share a row, of one split of the keys, does.
+        `sinks`: scores of a lane's rows that have no value, float32 and not yet multiplied by `scale`. `has_sinks`:
+        whether the lane counts the sinks: one of those that share a row, of one split of the keys, does.
         """
         for h in range(2):
             row_max, row_sum = T.float32(-math.inf), T.float32(0)
@@ -143,12 +138,8 @@ class SplitSums:
     def add(self, splits: Sequence[tuple[Any, Any]], read: Callable[[Sequence[Expr], Any], None]) -> None:
         """Combine the splits.
 
-        Parameters
-        ----------
-        splits : sequence of tuple
-            Addresses of each split's maximum and row sum, and of its four sums.
-        read : callable
-            Function that loads registers from an address.
+        `splits`: addresses of each split's maximum and row sum, and of its four sums. `read`: function that loads
+        registers from an address.
         """
         for part, (stats, sums) in enumerate(splits):
             read([self._stats[2 * part + i] for i in range(2)], stats)
