@@ -327,9 +327,9 @@ EXPERT_SUM = "expert_sum"
 class QuantizedMatmulProblem:
     """A product with block-quantized weights: ``epilogue(sum over k of lhs * weight)``.
 
-    Parameters of its kernel, in order: lhs, weights, second weights, index, shares, biases, operands of the epilogue,
-    where there are any, result. The left operand (float32; on GPUs also 16-bit floats) and the result are row-major
-    over batch dimensions, m, and "k" or "n".
+    Parameters of its kernel, in order: lhs, weights, second weights, index, shares, biases, addresses (if it is sent),
+    operands of the epilogue, where there are any, result. The left operand (float32; on GPUs also 16-bit floats) and
+    the result are row-major over batch dimensions, m, and "k" or "n".
     """
 
     lhs: Operand
@@ -362,14 +362,16 @@ class QuantizedMatmulProblem:
     biases: tuple[Operand, ...] = ()
     rounded: str = ""  # 16-bit float that a left operand of float32 is rounded to; empty for its own type
     order: ExpertOrderProblem | None = None  # problem whose result the kernel reads instead of the index
+    sent: SentSum | None = None  # short sum for which the result is sent, by kernels of GPUs
 
     @property
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
         epilogue = () if self.epilogue is None else self.epilogue.operands
+        sent = () if self.sent is None else (self.sent.addresses,)
         routes = [self.index if self.order is None else self.order.result, self.shares]
         present = [operand for operand in routes if operand is not None]
-        return [self.lhs, *self.weights, *self.second, *present, *self.biases, *epilogue, self.result]
+        return [self.lhs, *self.weights, *self.second, *present, *self.biases, *sent, *epilogue, self.result]
 
     @property
     def lhs_type(self) -> str:

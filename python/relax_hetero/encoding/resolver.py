@@ -162,12 +162,12 @@ class EncodingResolver(ABC):
         """
         return None
 
-    def sends_sum(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
+    def sends_sum(self, problem: MatmulProblem | QuantizedMatmulProblem, target: tvm.target.Target) -> bool:
         """Return whether the kernel of a product can send its result to the GPUs that add it, and it saves time.
 
         Parameters
         ----------
-        problem : MatmulProblem
+        problem : MatmulProblem or QuantizedMatmulProblem
             Product without `sent`.
         target : tvm.target.Target
             Target of the device that computes it.

@@ -180,11 +180,13 @@ class CudaResolver(EncodingResolver):
             return None
         return tiled(("k", "n"), ("n", "k"), {"n": COLUMNS, "k": tile}, swizzle=True)
 
-    def sends_sum(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
-        """Return whether sending saves time: for 9 to 64 rows, and where a kernel of wgmma overlaps what it sends."""
+    def sends_sum(self, problem: MatmulProblem | QuantizedMatmulProblem, target: tvm.target.Target) -> bool:
+        """Return whether sending saves time: of few rows, and where a kernel of wgmma overlaps what it sends."""
         from ..tir.cuda.matmul.cuda_matmul import sends_sum
+        from ..tir.cuda.matmul.cuda_quantized_matmul import sends_words
 
-        return sends_sum(problem, gpu_target_of(target))
+        gpu = gpu_target_of(target)
+        return sends_words(problem, gpu) if isinstance(problem, QuantizedMatmulProblem) else sends_sum(problem, gpu)
 
     def multiplies_pairs(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
         """Return whether the product has at most 64 rows, on Hopper's tensor cores."""

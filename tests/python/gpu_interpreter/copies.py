@@ -249,6 +249,45 @@ def _issue_load(lanes: Any, lane: int, target: tuple[int, int], source: int, siz
     barrier.copies.append((deliver, 0, size))
 
 
+@instruction(r"st\.async(\.weak)?\.shared::cluster\.mbarrier::complete_tx::bytes\.u32")
+def _store_async(expressions: Any, one: Instruction) -> Any:
+    expressions.names.roles = True
+    expressions.names.accessed(4)
+    target, value = pointer(expressions, one.operands[0]), expressions.compiled(one.operands[1])
+    bar = pointer(expressions, one.operands[2])
+
+    def evaluate(lanes: Any, mask: Any) -> None:
+        instance, offset = shared_place(lanes, target(lanes, mask))
+        values = np.broadcast_to(value(lanes, mask), (lanes.count,)).astype(np.uint32)
+        for barrier, chosen in _by_barrier(lanes, mask, bar(lanes, mask)):
+            if (instance[chosen] != barrier.owner[0]).any():
+                raise KernelFault(f"{barrier.name} counts bytes that are stored in shared memory of another block")
+            _issue_stores(lanes, chosen, (instance[chosen], offset[chosen]), values[chosen], barrier)
+
+    return evaluate
+
+
+def _issue_stores(
+    lanes: Any, chosen: np.ndarray, target: tuple[np.ndarray, np.ndarray], words: np.ndarray, barrier: Mbarrier
+) -> None:
+    """Words that lanes of a block store, which arrive with the end of the barrier's phase."""
+    memory, clocks = lanes.blocks.shared, lanes.clocks
+    cluster = int(lanes.instance[chosen[0]]) // lanes.blocks.cluster
+    cells = np.concatenate([memory.cells_of(int(block), int(at), 4) for block, at in zip(*target, strict=True)])
+    uids = np.repeat(lanes.uid[chosen], len(cells) // len(chosen))
+    memory.accesses.write(clocks, uids, cells, begins=True)
+    place = target[0][:, None], target[1][:, None] + np.arange(4)
+    memory.written[place] = 0
+    released = clocks.release(cluster, lanes.member[chosen])
+
+    def deliver() -> None:
+        memory.bytes[place] = words.view(np.uint8).reshape(-1, 4)
+        memory.written[place] = 1
+        barrier.add(released)
+
+    barrier.copies.append((deliver, 0, 4 * len(chosen)))
+
+
 class BulkStore:
     """A bulk copy from shared to global memory by one thread."""
 

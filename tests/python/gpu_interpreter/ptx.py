@@ -242,7 +242,7 @@ def _fetch_add_shared(expressions: Any, one: Instruction) -> Any:
     return evaluate
 
 
-@instruction(r"st\..*")
+@instruction(r"st\.(?!async).*")
 def _store(expressions: Any, one: Instruction) -> Any:
     space, count, dtype = _memory_of(one.text)
     if space.startswith("shared"):

@@ -198,3 +198,53 @@ def test_sum_in_a_cluster() -> None:
 def test_faults_of_clusters(fault: str, text: str) -> None:
     with pytest.raises(KernelFault, match=text):
         run(cluster_sum(fault), np.ones((2, 128), np.float32), np.zeros((2, 128), np.float32))
+
+
+def exchange(fault: str = "") -> tirx.PrimFunc:
+    """Values of two blocks of a cluster, exchanged by stores that a barrier counts."""
+    function = Function("exchange", registers="local")
+    with function:
+        a = function.argument("a", (2, 128), "float32")
+        b = function.argument("b", (2, 128), "float32")
+        with function.body():
+            shared = SharedMemory()
+            words, barrier = shared.reserve(512), shared.reserve(8, 8)
+            with launch(2, 128, cluster=2) as place:
+                shared.open()
+                thread = place.thread
+                value, addresses = local(1, "float32"), local(2, "uint32")
+                with when(thread == 0):
+                    ptx.barrier_init(shared.at(barrier), 1)
+                    ptx.barrier_init_fence()
+                    ptx.barrier_expect(shared.at(barrier), 256 if fault == "fewer bytes" else 512)
+                ptx.block_barrier()
+                ptx.cluster_begin()
+                ptx.cluster_wait()
+                other = place.rank if fault == "two blocks" else 1 - place.rank
+                ptx.remote_address(addresses[0], ptx.shared_address(shared.at(words + thread * 4)), 1 - place.rank)
+                ptx.remote_address(addresses[1], ptx.shared_address(shared.at(barrier)), other)
+                ptx.store_async(addresses[0], tirx.reinterpret("uint32", a[place.block, thread]), addresses[1])
+                if fault != "no wait":
+                    ptx.barrier_wait(shared.at(barrier), tirx.const(0, "int32"))
+                ptx.load_shared([value[0]], shared.at(words + thread * 4), "f32")
+                T.buffer_store(b, value[0], [place.block, thread])
+    return function.result
+
+
+def test_exchange_in_a_cluster() -> None:
+    values, result = np.random.default_rng(1).random((2, 128), np.float32), np.full((2, 128), np.nan, np.float32)
+    run(exchange(), values, result)
+    np.testing.assert_array_equal(result, values[::-1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("no wait", "was never written|race"),
+        ("two blocks", "counts bytes that are stored in shared memory of another block"),
+        ("fewer bytes", "256 bytes are expected, 512 are copied"),
+    ],
+)
+def test_faults_of_an_exchange(fault: str, text: str) -> None:
+    with pytest.raises(KernelFault, match=text):
+        run(exchange(fault), np.ones((2, 128), np.float32), np.zeros((2, 128), np.float32))

@@ -169,17 +169,21 @@ class EncodingKernels:
         full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_MAX_NAMED_OPS]])
         return self._kernel(problem, target, full_name, [encoding.op_type, *epilogue], op_text)
 
-    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tvm.ir.GlobalVar | None:
-        """The kernel of the same product that sends its result; None if there is none, or sending saves no time."""
-        problem = self.product_of(kernel)
-        if problem is None:
+    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tuple[tvm.ir.GlobalVar, int] | None:
+        """The kernel of the same product that sends its result, and the index of its parameter of addresses.
+
+        None if there is none, or sending saves no time.
+        """
+        problem = self._problems.get(kernel)
+        if not isinstance(problem, (MatmulProblem, QuantizedMatmulProblem)):
             return None
         func = self.functions[kernel]
         target = func.attrs["target"]
         if not resolver_or_default(target).sends_sum(problem, target):
             return None
-        name = f"{kernel.name_hint}_sent"
-        return self._kernel(replace(problem, sent=sent), target, name, [str(op) for op in func.attrs[OPS]], name)
+        name, ops = f"{kernel.name_hint}_sent", [str(op) for op in func.attrs[OPS]]
+        sender = replace(problem, sent=sent)
+        return self._kernel(sender, target, name, ops, name), sender.parameters.index(sent.addresses)
 
     def product_of(self, kernel: tvm.ir.GlobalVar) -> MatmulProblem | None:
         """The problem of a product's kernel; None for any other kernel."""

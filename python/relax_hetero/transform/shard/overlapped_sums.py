@@ -38,15 +38,15 @@ from ..ir.kernels import called_prim_func, opaque_kernel
 from ..ir.op_names import CALL_TIR
 from ..ir.rewriting import map_bindings, op_name, typed, walk_bindings
 
-_ADDRESSES = 2
-"""Number of the parameter of a product's kernel, after its factors."""
-
 
 class ProductKernels(Protocol):
     """Kernels of the module's products."""
 
-    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tvm.ir.GlobalVar | None:
-        """The kernel of a product that sends its result; None if there is none, or sending saves no time."""
+    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tuple[tvm.ir.GlobalVar, int] | None:
+        """The kernel of a product that sends its result, and the index of its parameter of the GPUs' addresses.
+
+        None if there is none, or sending saves no time.
+        """
 
     def add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         """Add a kernel, once for each name."""
@@ -119,12 +119,13 @@ class _Writer:
         sending = self._kernels.sending(product.args[0], own.sent)
         if sending is None:
             return {}
+        sender, index = sending
         operands = list(product.args[1].fields)
-        operands.insert(_ADDRESSES, addresses)
+        operands.insert(index, addresses)
         how = own.slot, own.slot_bytes, static_form(before), own.keeps_sum
         kernel = all_reduce_kernel(own.reduce, own.rank, *how, is_sent=True)
         gv = self._kernels.add(opaque_kernel(kernel), f"{item.kernel.name_hint}_sent")
-        return {part: _call(sending, operands, product.ty), item.binding.var: _call(gv, call.args[1].fields, call.ty)}
+        return {part: _call(sender, operands, product.ty), item.binding.var: _call(gv, call.args[1].fields, call.ty)}
 
     def _follows(self, var: relax.Var, before: relax.Var) -> bool:
         """Return whether a variable is computed from the call of a sum, one of whose results is `before`."""

@@ -7,6 +7,7 @@ from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from llm.gguf_files import MODELS, write_gguf
 from modules import ir_module
 from relax_hetero.tir.cuda.all_reduce import ALL_REDUCE, AllReduce, RankReduce, RowNorm
 from relax_hetero.transform.encode.encoding_kernels import EncodingKernels
@@ -15,7 +16,8 @@ from relax_hetero.transform.ir.rewriting import typed, walk_bindings
 from relax_hetero.transform.pipeline import pipeline_steps
 from relax_hetero.transform.shard.overlapped_sums import overlap_sums
 
-GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
+CUDA = {"kind": "cuda", "arch": "sm_90a"}
+GPUS = (CUDA, (CUDA, 1))
 ROWS, FEW_ROWS, WIDTH, DEPTH = 2048, 32, 4096, 1024
 UP, DOWN = np.ones((WIDTH, DEPTH), "float16"), np.ones((DEPTH, WIDTH), "float16")
 SCALE = np.ones(WIDTH, "float32")
@@ -48,9 +50,9 @@ def before_products(follows, rows=ROWS):
     raise AssertionError("MaterializeEncodings is not there")
 
 
-def sums_of(module):
+def sums_of(module, function="main"):
     """Calls of sums in order, each with the call of its product."""
-    bindings = list(walk_bindings(module["main"]))
+    bindings = list(walk_bindings(module[function]))
     values = {binding.var: binding.value for binding in bindings}
     return [(value, values[value.args[1].fields[0]]) for value in values.values() if is_sum(module, value)]
 
@@ -91,6 +93,21 @@ def test_products_send_the_operands_of_sums(following, rows):
         keeps = str(hasattr(call.ty, "fields")).lower()  # of short sums the first GPU, which adds it to the next one
         for gv, name in zip((call.args[0], product.args[0]), SUMS[rows], strict=True):
             assert f'"{name.format(rank=rank, keeps=keeps)}"' in after[gv].script()
+
+
+def test_products_of_a_decode_step_send(tmp_path, free_exchanges):
+    """Of one row, by 4-bit weights (attention's output) and 16-bit ones; a vocabulary's candidates are gathered."""
+    types = {"*attn_output.weight": "Q4_0", "*": "F16"}
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], types)
+    after = rh.from_gguf(path, [dict(CUDA), dict(CUDA)], {"*": "cuda[0:2]"}, context=64)
+    for step in pipeline_steps():
+        after = step.run(after)
+        if step.name == "MaterializeEncodings":
+            break
+    kernels = [(call.args[0].name_hint, product) for call, product in sums_of(after, "decode_1")]
+    names = [product.args[0].name_hint for kernel, product in kernels if kernel.endswith("_sent")]
+    assert [name.split("_1x")[0] for name in names] == ["block_matmul", "block_matmul", "matmul", "matmul"] * 2
+    assert all(name.endswith("_sent") for name in names) and len(kernels) == len(names) + 2
 
 
 def test_all_gpus_send_or_none(following, monkeypatch):

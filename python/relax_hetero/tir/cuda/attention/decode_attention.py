@@ -189,7 +189,7 @@ class _Decode:
             if not waits:
                 ptx.griddepcontrol_wait()
             if self.split > 1:
-                ptx.cluster_arrive()
+                ptx.cluster_begin()
             warp, keys = T.bind(tirx.floordiv(self.thread, WARP)), source.keys // MMA_WARPS
             has_sinks = tirx.all(tensors.rank == 0, place.thread < WARP)
             tile = attend(tensors, self.queries, source, 0, keys, T.bind(warp * keys), has_sinks)

@@ -323,7 +323,8 @@ class PagedKeyValues(KeyValueSource):
         self.thread, self.lane = thread, T.bind(tirx.floormod(thread, WARP))
         if tensors.problem.is_decode:
             sequence = T.bind(tensors.sequences[tensors.at["b"]])
-            self.last = first = T.bind(T.Select(sequence < 0, -1, tensors.positions[tensors.at["b"]]))
+            position = T.bind(tensors.positions[tensors.at["b"]])  # read with the sequence, not afterwards
+            self.last = first = T.bind(T.Select(sequence < 0, -1, position))
         else:
             sequence, last = tensors.sequences[0], local(1, "int32")
             T.buffer_store(last, T.int32(-1), [0])

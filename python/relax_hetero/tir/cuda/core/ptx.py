@@ -296,6 +296,11 @@ def cluster_arrive() -> None:
     _emit("barrier.cluster.arrive.release.aligned")
 
 
+def cluster_begin() -> None:
+    """Arrive at the cluster barrier without making writes visible, which takes longer: the block has begun."""
+    _emit("barrier.cluster.arrive.relaxed.aligned")
+
+
 def cluster_wait() -> None:
     """Wait until all threads of all blocks of the cluster have arrived."""
     _emit("barrier.cluster.wait.acquire.aligned")
@@ -325,6 +330,11 @@ def load_remote(registers: Sequence[Expr], address: Expr, dtype: str = "u32") ->
 def store_remote(address: Expr, values: Sequence[Expr]) -> None:
     """Store one, two or four values of 32 bits to shared memory of another block, at a `remote_address`."""
     _emit(f"st.shared::cluster.{_vector(len(values))}u32", address, *values)
+
+
+def store_async(address: Expr, value: Expr, barrier: Expr) -> None:
+    """Store 32 bits to shared memory of a block, at a `remote_address`, and count them at a barrier of that block."""
+    _emit("st_async.shared::cluster.mbarrier::complete_tx::bytes.u32", address, value, barrier)
 
 
 # Hopper's tensor cores: a warpgroup multiplies tiles in shared memory.

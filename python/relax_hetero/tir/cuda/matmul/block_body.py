@@ -13,6 +13,7 @@ from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64, minimum
 from ...core.view import extent_of
+from ..all_reduce import send_words, word_places
 from ..core import ptx
 from ..core.launch import Place, SharedMemory, local
 from ..core.operand import GpuOperand
@@ -24,7 +25,15 @@ from .weight_parts import point_registers
 
 
 class BlockBody:
-    """Writer of a block's code."""
+    """Writer of a block's code.
+
+    Attributes
+    ----------
+    addresses : GpuOperand or None
+        Addresses of the memory of GPUs that the result is sent to.
+    """
+
+    addresses: GpuOperand | None = None
 
     def __init__(
         self,
@@ -117,8 +126,8 @@ class BlockBody:
         self._process(num_tiles)
 
     def _release(self) -> None:
-        """Let the next launch begin."""
-        if self.gpu.overlaps_launches:
+        """Let the next launch begin, unless the result is sent: a sum begins when the blocks have multiplied."""
+        if self.gpu.overlaps_launches and self.addresses is None:
             # At once, as these kernels are too short for a later start to overlap the next launch's weight loads.
             ptx.launch_dependents()
 
@@ -299,6 +308,10 @@ class BlockBody:
         rows = min(work.rows, work.m) if isinstance(work.m, int) else work.rows
         per_tile, threads = rows * columns // vector, plan.warps * WARP
         items = per_tile * work.batch
+        send, sent = None, work.problem.sent
+        if sent is not None and self.addresses is not None:
+            ptx.launch_dependents()
+            send = partial(send_words, word_places(sent, self.addresses.data))
         self._barrier()
         with T.serial(tirx.const(-(-items // threads), "int32")) as iteration:
             item = T.bind(iteration * threads + self.thread)
@@ -324,7 +337,7 @@ class BlockBody:
                 end = None if is_whole else int64(work.problem.columns)
                 loaded = None if registers is None else (registers, vector_index)
                 reads = [partial(_element, totals, i) for i in range(vector)]
-                self.writer.write(reads, at, "n", [], end, loaded)
+                self.writer.write(reads, at, "n", [], end, loaded, send)
         if work.is_persistent:
             self._barrier()
 

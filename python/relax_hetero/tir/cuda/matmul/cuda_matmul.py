@@ -31,7 +31,7 @@ def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
 def sends_sum(problem: MatmulProblem, gpu: GpuTarget) -> bool:
     """Return whether the product's kernel can send its result to the GPUs that add it, and it saves time."""
     if _is_skinny(problem) and not skinny_gemm.unsupported_reason(problem, gpu):
-        return skinny_gemm.saves_by_sending(problem)
+        return skinny_gemm.sends_words(problem)
     return wgmma_matmul.sends_tiles(problem, gpu)
 
 

@@ -142,7 +142,7 @@ class RingBody(BlockBody):
             num_tiles = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
         items = T.bind(T.Cast("int32", num_tiles * work.pieces))
         num_early = T.bind(T.min(items, min(work.stages, _EARLY_STAGES)))
-        ptx.launch_dependents()
+        self._release()
         with when(tirx.EQ(self.thread, first_copier)):
             self.ring.initialize()
             ptx.barrier_init_fence()

@@ -13,8 +13,12 @@ columns of both.
 The result may be an operand of a short sum over GPUs: each vector is also sent to the other ones (`cuda.all_reduce`).
 
 The blocks of a cluster split k. Each writes its accumulators of a row to the shared memory of the block that stores the
-row, which adds them in a fixed order. Remote stores need one cluster barrier at the end; remote loads would need two,
-as no block may exit before others have read its shared memory.
+row, which adds them in a fixed order. A barrier there counts the stored bytes: a cluster barrier would also wait until
+all earlier writes of the threads are visible, and with remote loads no block may exit before others have read.
+
+A k-step is short, so its instructions count: stages advance without a division, and the condition that separates
+producers and consumers comes from a shuffle, so that the compiler knows that it is the same in a warp, and computes
+stages, parities and descriptors in uniform registers (64 instructions between the products of two steps, 97 otherwise).
 """
 
 from __future__ import annotations
@@ -35,12 +39,13 @@ from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
+from ...core.view import Coordinates
 from ..all_reduce import AllReduce, send_words, word_places
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
 from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, arrive
-from ..tile.register_tile import reinterpreted, sums_dtype
-from ..tile.ring import Ring
+from ..tile.register_tile import ALL_LANES, reinterpreted, sums_dtype
+from ..tile.ring import Ring, RingPosition
 from . import wgmma_matmul
 from .product_parameters import ProductParameters
 
@@ -91,6 +96,11 @@ _ROW_RANGES = (
 #   fit, were on 66 to 76 of 132 multiprocessors. Holding idle ones by blocks that sleep: 15.8 us, but the products of
 #   queries, keys and values 12.1 instead of 8.6.
 # - Letting the next launch begin only when a block has issued its last loads: 16.0 to 16.1 us.
+# - Prefetching the weights after the first stages into L2 while blocks wait. A layer of half of a model's heads and
+#   columns takes 78.3 us without, and 80.0, 81.2 and 83.5 with 8, 16 and 32 k-steps: the norm before the product takes
+#   0.7 us longer, as it reads its weight at that time. By the launch before the product, 8 k-steps: 79.0 us.
+# - All weights of a product by 4,096 x 2,048 in shared memory, by 16 stages: it takes 7.2 us in place of 8.0, but the
+#   decode attention before it 13.8 in place of 12.1, with one block of two pages per multiprocessor.
 #
 # Two products as one launch, in a decode step of an H200: 32 rows by 7,168 x 4,096 take 28.1 us by 112 blocks of 160 KB
 # (two launches: 31.6), and the product after it 15.0 (16.4); one row 27.4 (29.8). By 14,336 x 4,096, 54.8 (57.2) and
@@ -163,15 +173,6 @@ def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
     return reason
 
 
-def saves_by_sending(problem: MatmulProblem) -> bool:
-    """Return whether a product that sends takes less time than one whose sum's kernel sends.
-
-    On two H200s, a product of 32 rows by 7,168 x 4,096 takes 16.4 us if it sends, else 16.1, its sum 4.3 or 5.3; of one
-    row 18.1 or 16.2, its sum 2.8 or 3.9.
-    """
-    return sends_words(problem) and _rows(problem) > _ROW_RANGES[0].max_rows
-
-
 def sends_words(problem: MatmulProblem) -> bool:
     """Return whether the kernel can send a product's result to other GPUs: vectors of a short sum, in order."""
     lhs, result, extents = problem.lhs, problem.result, [problem.lhs.size("m"), problem.rhs.size("n")]
@@ -212,6 +213,15 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
                 view.open_for_gpu()
             _Kernel(parameters, plan or skinny_plan(problem, gpu)).emit()
     return enable_pdl(parameters.tied(function.result), [1] if problem.second is None else [1, 2])
+
+
+class _Item(NamedTuple):
+    """Vector of the result that a thread stores."""
+
+    index: Expr  # of its row among those of the block
+    column: Expr  # of the tile
+    at: Coordinates
+    exists: Expr  # whether the row exists
 
 
 class _Kernel:
@@ -262,6 +272,7 @@ class _Kernel:
         self.shared.reserve(stages * self.stage_size, SWIZZLED_ALIGN)
         self.left_at = self.shared.reserve(row_stages * self.left.size, SWIZZLED_ALIGN)
         self.parts_at = self.shared.reserve((split - 1) * self.sums_size)
+        self.exchange = Ring(self.shared, 1, producers=1)
         self.weight_ring = Ring(self.shared, stages, producers=1)
         self.row_ring = Ring(self.shared, row_stages, PRODUCERS, consumers=1)
         row_tiles = ceil_div(self.m, MAX_ROWS)
@@ -285,16 +296,27 @@ class _Kernel:
         with when(self.thread == 0):
             self._load_early()
         ptx.griddepcontrol_wait()
-        ptx.launch_dependents()
+        # If the sum of few rows began at once, so would the launch after it, whose first loads delay these: on two
+        # H200s, one row by 7,168 x 4,096 takes 14.4 us instead of 16.4, by 2,048 x 4,096 4.4 instead of 5.6, the sum
+        # 3.7 instead of 3.2; 32 rows as long. On one GPU, a norm follows, and takes 3.7 us then instead of 1.7: one row
+        # by 14,336 x 4,096 takes 27.3 instead of 30.0, a layer 119.6 instead of 116.8.
+        releases_late = self.sent is not None and self.rows <= _ROW_RANGES[0].max_rows
+        if not releases_late:
+            ptx.launch_dependents()
         send = None
         if self.sent is not None and self.addresses is not None:
             send = partial(send_words, word_places(self.sent, self.addresses.data))
         if self.plan.split > 1:
-            ptx.cluster_arrive()
+            ptx.cluster_begin()
+        loaded = self._load_operands()
         ptx.block_barrier()
-        with T.If(self.thread < PRODUCERS):
+        own_warp = tirx.floordiv(self.thread, WARP)  # a shuffle tells the compiler that all lanes have the same
+        warp = T.bind(T.tvm_warp_shuffle(T.uint32(ALL_LANES), own_warp, 0, WARP, WARP))
+        with T.If(warp < PRODUCERS // WARP):
             with T.Then():
                 self._produce()
+                if releases_late:
+                    ptx.launch_dependents()
                 self._wait_for_cluster()
             with T.Else():
                 sums = self._consume()
@@ -303,8 +325,8 @@ class _Kernel:
         if self.plan.split == 1:
             ptx.block_barrier()
         else:
-            ptx.cluster_barrier()
-        self._store(send)
+            ptx.barrier_wait(self.exchange.full(0), tirx.const(0, "int32"))
+        self._store(send, loaded)
 
     def _wait_for_cluster(self) -> None:
         """Wait until all blocks of the cluster have begun."""
@@ -315,7 +337,12 @@ class _Kernel:
         """Initialize barriers and load the first weights, which are constants, before previous launches have ended."""
         self.weight_ring.initialize()
         self.row_ring.initialize()
+        if self.plan.split > 1:
+            self.exchange.initialize()
         ptx.barrier_init_fence()
+        if self.plan.split > 1:
+            rows = min(ceil_div(self.m, 8) * 8, self.rows) if isinstance(self.m, int) else self.rows
+            ptx.barrier_expect(self.exchange.full(0), rows * PACKED_ROWS * 4 * len(self.rights))
         num_loaded = min(self.stages, self.min_steps)  # the minimum k-steps of a block
         for step in range(num_loaded):
             self._load_weights(tirx.const(step, "int32"), tirx.const(step, "int32"))
@@ -341,18 +368,22 @@ class _Kernel:
             self._load_rows(step, step)
         if isinstance(self.count, int) and self.count == min(loaded_row_steps, loaded_weight_steps):
             return
+        freed, weights = RingPosition(self.row_stages), RingPosition(self.stages, loaded_weight_steps % self.stages)
+        is_full = loaded_row_steps == self.row_stages
+        rows = freed if is_full else RingPosition(self.row_stages, loaded_row_steps)
         with T.serial(self.count - min(loaded_row_steps, loaded_weight_steps)) as number:
-            # A stage is free when its previous k-step has been multiplied.
-            freed_step = T.bind(number + max(loaded_row_steps - self.row_stages, loaded_weight_steps - self.stages))
-            with T.If(freed_step >= 0), T.Then():
-                ptx.barrier_wait(self.row_ring.empty(self.row_ring.stage(freed_step)), self.row_ring.parity(freed_step))
+            # A stage is free when its previous k-step has been multiplied; without a full ring, some are still empty.
+            if is_full or loaded_weight_steps == self.stages:
+                ptx.barrier_wait(self.row_ring.empty(freed.stage), freed.parity)
             # Weights first, to keep memory busy while addresses of the left operand are computed.
             step = T.bind(number + loaded_weight_steps)
             with T.If(tirx.all(self.thread == 0, step < self.count)), T.Then():
-                self._load_weights(step, self.weight_ring.stage(step))
+                self._load_weights(step, T.bind(weights.stage))
             step = T.bind(number + loaded_row_steps)
             with T.If(step < self.count), T.Then():
-                self._load_rows(step, self.row_ring.stage(step))
+                self._load_rows(step, T.bind(rows.stage))
+            for position in (freed, weights) if is_full else (freed, weights, rows):
+                position.advance()
 
     def _consume(self) -> list[Any]:
         """Multiply all k-steps; returns the accumulators of each weight."""
@@ -362,8 +393,12 @@ class _Kernel:
         ptx.matrix_descriptor(base[0], self.shared.at(0))
         ptx.matrix_descriptor(base[1], self.shared.at(self.left_at))
 
+        at_weights, at_rows, freed = (RingPosition(n) for n in (self.stages, self.row_stages, self.row_stages))
+
         def multiply(step: Expr) -> None:
-            stage, row_stage = self.weight_ring.wait(step), self.row_ring.wait(step)
+            stage, row_stage = T.bind(at_weights.stage), T.bind(at_rows.stage)
+            ptx.barrier_wait(self.weight_ring.full(stage), at_weights.parity)
+            ptx.barrier_wait(self.row_ring.full(row_stage), at_rows.parity)
             # Writes of cp.async belong to the generic proxy, wgmma reads by the async proxy.
             ptx.async_proxy_fence()
             weights = T.bind(base[0] + T.Cast("uint64", stage) * T.uint64(self.stage_size // 16))
@@ -377,6 +412,8 @@ class _Kernel:
                     tile = weights + T.uint64((number * self.rights[0].size + i * ptx.CONTRACTION_BYTES) // 16)
                     ptx.wgmma([own[r] for r in range(registers)], tile, rows + advance, types, adds)
             ptx.wgmma_commit()
+            at_weights.advance()
+            at_rows.advance()
 
         last = tirx.const(self.count - 1, "int32") if isinstance(self.count, int) else T.bind(self.count - 1)
         if self.min_steps + bool(self.remainder) > 1:
@@ -384,8 +421,10 @@ class _Kernel:
                 multiply(step)
                 # The previous step is complete, and its stages free.
                 ptx.wgmma_wait(1)
-                with when(tirx.all(self.member == 0, step > 0)):
-                    self.row_ring.release(step - 1)
+                with when(step > 0):
+                    with when(self.member == 0):
+                        ptx.barrier_arrive(self.row_ring.empty(freed.stage))
+                    freed.advance()
         # Outside the loop: ptxas may read accumulators before products issued in a loop are complete.
         multiply(last)
         ptx.wgmma_wait(0)
@@ -398,7 +437,7 @@ class _Kernel:
         split = self.plan.split
         warp, lane = tirx.floordiv(self.member, WARP), T.bind(tirx.floormod(self.member, WARP))
         column = T.bind(warp * 16 + tirx.floordiv(lane, 4))
-        remote = local(2, "uint32")
+        remote, barriers = local(2, "uint32"), local(2, "uint32")
         for c in range(2):
             row = tirx.floormod(lane, 4) * 2 + c
             offset = (tirx.floordiv(row, split) * _PITCH + column) * 4
@@ -408,6 +447,7 @@ class _Kernel:
                 part = tirx.floormod(self.rank - owner - 1 + split, split)
                 offset = offset + T.Select(owner == self.rank, 0, self.parts_at + part * self.sums_size)
                 ptx.remote_address(remote[c], T.bind(ptx.shared_address(self.shared.at(offset))), owner)
+                ptx.remote_address(barriers[c], T.bind(ptx.shared_address(self.exchange.full(0))), owner)
                 offset = 0
             for j in range(self.rows // 8):
                 if isinstance(self.m, int) and j * 8 >= self.m:
@@ -419,33 +459,54 @@ class _Kernel:
                     if split == 1:
                         ptx.store_shared(self.shared.at(offset + tile_offset), [bits])
                     else:
-                        ptx.store_remote(remote[c] + T.uint32(tile_offset), [bits])
+                        ptx.store_async(remote[c] + T.uint32(tile_offset), bits, barriers[c])
 
-    def _store(self, send: Callable[[Sequence[Expr], Expr], None] | None) -> None:
+    def _store(self, send: Callable[[Sequence[Expr], Expr], None] | None, loaded: list[Any] | None) -> None:
         """Reduce over the cluster in order, and store this block's rows, by all threads, which may also send them."""
-        split = self.plan.split
-        vector = min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
-        per_row = PACKED_ROWS // vector
-        items = self.own_rows * per_row
-        with T.serial(tirx.const(-(-items // _THREADS), "int32")) as iteration:
-            item = T.bind(iteration * _THREADS + self.thread)
-            index = T.bind(tirx.floordiv(item, per_row))
-            row = T.bind(index * split + self.rank)
-            column = T.bind(tirx.floormod(item, per_row) * vector)
-            at = {
-                **self.at,
-                "m": T.bind(self.row + T.Cast("int64", row)),
-                "n": T.bind(self.column + T.Cast("int64", column)),
-            }
-            with T.If(tirx.all(row < self.rows, at["m"] < self.m)), T.Then():
-                totals = [self._total(number, index, column, vector) for number in range(len(self.rights))]
+        zero = tirx.const(0, "int32")
+        with T.serial(tirx.const(self._rounds, "int32")) as iteration:
+            item = self._item(iteration)
+            with T.If(item.exists), T.Then():
+                products = range(len(self.rights))
+                totals = [self._total(number, item.index, item.column, self._vector) for number in products]
                 end = None if self.n % PACKED_ROWS == 0 else int64(self.n)
 
                 def read(element: int) -> Expr | tuple[Expr, ...]:
                     values = tuple(total[element] for total in totals)
                     return values if len(values) > 1 else values[0]
 
-                self.writer.write([partial(read, i) for i in range(vector)], at, "n", [], end, send=send)
+                reads = [partial(read, i) for i in range(self._vector)]
+                self.writer.write(reads, item.at, "n", [], end, None if loaded is None else (loaded, zero), send)
+
+    @property
+    def _vector(self) -> int:
+        """Neighbouring numbers of a row that a thread stores at a time."""
+        return min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
+
+    @property
+    def _rounds(self) -> int:
+        """Vectors that a thread stores."""
+        return -(-self.own_rows * (PACKED_ROWS // self._vector) // _THREADS)
+
+    def _load_operands(self) -> list[Any] | None:
+        """Load the epilogue's operands before the block multiplies, if each thread stores one vector; else None."""
+        if self._rounds > 1 or len(self.writer.operands) == 1:
+            return None
+        zero = tirx.const(0, "int32")
+        loaded, item = self.writer.registers(1, self._vector), self._item(zero)
+        with T.If(tirx.all(item.exists, item.at["n"] < int64(self.n))), T.Then():
+            self.writer.load(loaded, zero, item.at, self._vector)
+        return loaded
+
+    def _item(self, iteration: Expr) -> _Item:
+        """The vector that the thread stores in an iteration."""
+        per_row = PACKED_ROWS // self._vector
+        item = T.bind(iteration * _THREADS + self.thread)
+        index = T.bind(tirx.floordiv(item, per_row))
+        row = T.bind(index * self.plan.split + self.rank)
+        column = T.bind(tirx.floormod(item, per_row) * self._vector)
+        m, n = T.bind(self.row + T.Cast("int64", row)), T.bind(self.column + T.Cast("int64", column))
+        return _Item(index, column, {**self.at, "m": m, "n": n}, tirx.all(row < self.rows, m < self.m))
 
     def _total(self, product: int, index: Expr, column: Expr, vector: int) -> Any:
         """Reduce `vector` neighbours of a row of a product: this block's part, then those of the following ranks."""

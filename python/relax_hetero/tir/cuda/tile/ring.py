@@ -83,12 +83,14 @@ class RingPosition:
     ----------
     stages : int
         Stages of the ring.
+    first : int
+        First stage.
     """
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, first: int = 0) -> None:
         self._stages, self._registers = stages, local(2, "int32")
-        for i in range(2):
-            T.buffer_store(self._registers, 0, [i])
+        for i, value in enumerate((first, 0)):
+            T.buffer_store(self._registers, value, [i])
 
     @property
     def stage(self) -> Expr:

@@ -22,9 +22,11 @@ from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.tir.cuda.matmul import block_plan
 from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, block_plans
-from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
+from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel, sends_words
+from relax_hetero.tir.cuda.matmul.ring_body import RingPlan
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
+from tir.cuda.matmul.sent_words import ADDRESSES, SENT, SentWords
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
@@ -48,8 +50,11 @@ def problem_of(m, n, k, dtype, block, scales="float16", zeros="", epilogue="", b
     )
 
 
-def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU, is_on_gpu=False):
-    """The kernel's result against numpy's, of a kernel that is one launch; by the interpreter, or on a GPU."""
+def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU, is_on_gpu=False, sent=None):
+    """The kernel's result against numpy's, of a kernel that is one launch; by the interpreter, or on a GPU.
+
+    If it is sent, what each GPU gets is compared, too.
+    """
     rng = fresh_rng()
     func = quantized_matmul_kernel(problem, gpu, plan)
     assert is_one_launch(func)
@@ -78,8 +83,26 @@ def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU, is_on_gpu=False):
     if is_on_gpu:
         result = run_on_gpu(func, [x, *packed, *bias], (m, n), problem.result.dtype)
     else:
-        run(func, x, *packed, *bias, result)
-    assert np.abs(result.astype("float64") - want).max() <= tolerance * np.abs(want).max()
+        run(func, x, *packed, *([ADDRESSES] if sent else []), *bias, result)
+    for each in (result, *(sent.results if sent else [])):
+        assert np.abs(each.astype("float64") - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("problem", "m", "plan"),
+    [
+        (problem_of(3, 36, 130, "float16", 32), 3, BlockPlan(1, 1, 2, 2)),
+        (problem_of(1, 52, 512, "float16", 64), 1, RingPlan(1, 1, 2, 1, run=2, stages=2)),
+    ],
+    ids=["registers", "ring"],
+)
+def test_the_result_is_sent_to_other_gpus(problem, m, plan, monkeypatch):
+    gpu = dataclasses.replace(GPU, multiprocessors=2)
+    assert sends_words(problem, gpu) and not sends_words(problem_of(9, 36, 128, "float16", 32), gpu)
+    assert not sends_words(problem_of(3, 37, 128, "float16", 32), gpu), "no whole vectors"
+    problem = dataclasses.replace(problem, sent=SENT)
+    check(problem, m, plan, gpu=gpu, sent=SentWords(monkeypatch, (m, problem.columns)))
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from tvm.target import Target
 
-from cuda_reports import reports_of, sources_of
+from cuda_reports import compile_source, reports_of, sources_of
 from gpu_interpreter import run
-from gpu_interpreter.calls import EXTERNS
-from relax_hetero.artifact.peer_layout import data_offset
+from machine_code import disassembled, nvdisasm
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand, SentSum
@@ -29,6 +28,7 @@ from relax_hetero.tir.cuda.matmul.skinny_gemm import (
     skinny_plan,
 )
 from seeds import fresh_rng
+from tir.cuda.matmul.sent_words import ADDRESSES, SENT, SentWords
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
@@ -140,6 +140,15 @@ def test_blocks_of_two_products(rows):
     assert report.serialized == "" and not report.touched and report.spill_stores == 0 and report.registers <= 96
 
 
+@pytest.mark.skipif(nvdisasm() is None, reason="needs nvdisasm")
+def test_steps_take_few_instructions():
+    """Descriptors are computed in uniform registers, and blocks of a cluster do not wait for writes to memory."""
+    (source,) = sources_of(skinny_gemm_kernel(problem_of(32, 4096, 2048), GPU), TARGET)
+    text = disassembled(compile_source(source).code)
+    assert text.count("HGMMA") >= 8 and text.count("R2UR") <= 4
+    assert "STAS" in text and "MEMBAR.ALL.GPU" not in text
+
+
 def test_rows_that_are_not_aligned():
     check(problem_of(17, 72, 99, "bfloat16", epilogue=BIAS_RELU), 17, SkinnyPlan(2, 4, 4), 1e-2)
 
@@ -188,39 +197,29 @@ def test_a_launch_may_begin_before_the_end_of_the_one_before():
 
 
 @pytest.mark.parametrize("plan", [None, SkinnyPlan(4, 2, 2)])
-def test_all_that_is_stored_is_sent_to_the_other_gpus(plan, monkeypatch):
-    """After the epilogue; the places of words are those of this GPU, in the slot of the sum, on each other one."""
-    m, n, k, sent = 5, 68, 260, SentSum(1, 3, 2, 1 << 20)
-    problem = replace(problem_of(m, n, k, result="float32", epilogue=BIAS_RELU), sent=sent)
-    addresses, places = np.array([10 << 40, 20 << 40, 30 << 40]), {}
-
-    def send(expressions, call):
-        numbers = [expressions.compiled(argument) for argument in call.args[1:-1]]
-
-        def evaluate(lanes, mask):
-            values = [np.broadcast_to(each(lanes, mask), lanes.count)[mask].tolist() for each in numbers]
-            for place, start, *words in zip(*values, strict=True):
-                row = places.setdefault(place, np.full(m * n, np.nan, "float32"))
-                assert np.isnan(row[4 * start : 4 * start + 4]).all()
-                row[4 * start : 4 * start + 4] = words
-
-        return evaluate
-
-    monkeypatch.setitem(EXTERNS, "rh_send_words", send)
-    rng = fresh_rng()
+def test_the_result_is_sent_to_other_gpus(plan, monkeypatch):
+    """After the epilogue."""
+    m, n, k = 5, 68, 260
+    problem = replace(problem_of(m, n, k, result="float32", epilogue=BIAS_RELU), sent=SENT)
+    sent, rng = SentWords(monkeypatch, (m, n)), fresh_rng()
     lhs, rhs = (rng.standard_normal(shape).astype("float16") for shape in ((m, k), (k, n)))
     bias, residual = rng.standard_normal(n).astype("float32"), rng.standard_normal((m, n)).astype("float16")
     result = np.full((m, n), 77, "float32")
     kernel = skinny_gemm_kernel(problem, GPU, plan)
-    run(kernel, lhs, problem.rhs.layout.pack(rhs), addresses, bias, residual, result)
-    want = np.maximum(lhs.astype("float64") @ rhs + bias, 0) + residual
-    np.testing.assert_allclose(result, want, atol=1e-2)
-    data = data_offset(sent.slot, sent.ranks, sent.slot_bytes) + sent.rank * sent.slot_bytes
-    assert sorted(places) == (addresses[[0, 2]] + data).tolist()
-    for row in places.values():
-        np.testing.assert_array_equal(row.reshape(m, n), result)
+    run(kernel, lhs, problem.rhs.layout.pack(rhs), ADDRESSES, bias, residual, result)
+    for each in (result, *sent.results):
+        np.testing.assert_allclose(each, np.maximum(lhs.astype("float64") @ rhs + bias, 0) + residual, atol=1e-2)
     (report,) = reports_of(kernel, TARGET)
     assert report.spill_stores == 0 and report.registers <= 64
+
+
+@pytest.mark.parametrize(("m", "is_sent"), [(8, False), (8, True), (9, True)])
+@pytest.mark.sampled(1)
+def test_the_sum_of_few_rows_begins_after_the_last_loads(m, is_sent):
+    problem = problem_of(m, 64, 512, result="float32")
+    problem = replace(problem, sent=SENT) if is_sent else problem
+    text = skinny_gemm_kernel(problem, GPU).script()
+    assert (text.index("launch_dependents") > text.rindex("T.ptx.cp(")) == (is_sent and m == 8)
 
 
 @pytest.mark.sampled(1)
