@@ -95,7 +95,8 @@ def test_a_concatenation_of_many(count, axis):
     x = relax.Var("x", relax.TensorType((n, 8), "float32"))
     with builder.function("main", [x]):
         with builder.dataflow():
-            parts = [builder.emit(relax.op.add(x, relax.const(float(i), "float32"))) for i in range(count)]
+            constants = [relax.const(np.full(8, i, "float32")) for i in range(count)]  # of tensors, not of kernels
+            parts = [builder.emit(relax.op.add(x, constant)) for constant in constants]
             value = builder.emit_output(relax.op.concat(parts, axis))
         builder.emit_func_output(value)
     x = numbers()

@@ -41,12 +41,12 @@ def test_logits_and_tokens(name, types, devices, placement, tmp_path):
     expected = ReferenceModel(path).logits(TOKENS)
     split = run(path, TOKENS, 9, devices, placement)
     np.testing.assert_allclose(split, expected, atol=5e-4 * np.abs(expected).max())
-    np.testing.assert_array_equal(split.argmax(axis=1), run(path, TOKENS, 9).argmax(axis=1))
+    np.testing.assert_array_equal(split.argmax(axis=1), expected.argmax(axis=1))
 
 
 def compiled(tmp_path, placement, devices):
     path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], {"*exps*": "Q4_K", "*": "F32"})
-    mod = rh.from_gguf(path, devices, placement, batches=(2,), chunks=(16,), context=64)
+    mod = rh.from_gguf(path, devices, placement, batches=(2,), chunks=(2,), context=64)
     return read_gguf(path), rh.compile(mod)
 
 

@@ -73,6 +73,7 @@ def check_cut(name: str, fractions: list[int]) -> None:
     assert_same(outputs_of(executable, inputs), expected)
 
 
+@pytest.mark.slow  # test_light_models.py cuts a network over two devices in every run, and test_random_graphs.py graphs
 def test_every_node_anywhere():
     check_choices(list(fresh_rng().integers(0, 2, 221)))
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import tvm
 
-from relax_hetero.driver.link.parallel_codegen import COMPACTION
+from relax_hetero.driver.link.parallel_codegen import COMPACTION, IDLE_ON_CPUS
 
 
 @pytest.fixture(scope="module", autouse=True)
-def passes_of_driver() -> Iterator[None]:
+def passes_of_driver(request: pytest.FixtureRequest) -> Iterator[None]:
     """``tvm.compile`` leaves out TVM's compaction of temporaries, which takes most of its time for unrolled kernels."""
-    with tvm.transform.PassContext(disabled_pass=[COMPACTION]):
+    idle = () if "cuda" in request.path.parts else IDLE_ON_CPUS
+    with tvm.transform.PassContext(disabled_pass=[COMPACTION, *idle]):
         yield

@@ -52,7 +52,7 @@ def build_in_parallel(
 
     def task(target: Target, part: tvm.IRModule) -> tvm.runtime.Module:
         part = compact_blocks(part)
-        with copy_of(context, COMPACTION, *(_IDLE_ON_CPUS if target.kind.name == "llvm" else ())):
+        with copy_of(context, COMPACTION, *(IDLE_ON_CPUS if target.kind.name == "llvm" else ())):
             return build(target, part)
 
     tasks = [partial(task, target, part) for target, part in parts]
@@ -76,7 +76,7 @@ class _Counter:
 COMPACTION = "s_tir.CompactBufferAllocation"  # TVM's pass that `compact_blocks` takes the place of
 # Passes that change nothing in kernels of CPUs; finding that out takes a tenth of the time of TVM's pipeline.
 # LLVM removes what RemoveNoOp does, which takes another tenth.
-_IDLE_ON_CPUS = ("tirx.RemoveNoOp",) + tuple(
+IDLE_ON_CPUS = ("tirx.RemoveNoOp",) + tuple(
     f"s_tir.{name}"
     for name in """InferFragment InjectPermutedLayout LowerAutoCopy LowerCrossThreadReduction LowerThreadAllreduce
     LowerVtcmAlloc ManifestSharedMemoryLocalStage MergeSharedMemoryAllocations ThreadSync TransformMmaBufferLayout

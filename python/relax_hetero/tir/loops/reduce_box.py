@@ -260,9 +260,8 @@ class AlongResults:
                 for s in row.nest.sums:
                     store(accumulators[s.buffer], s.initial, LANE, lanes)
         # Borders of an image, which leave terms out, are not worth unrolled code.
-        is_short = _terms(self.box) * count * len(rows) <= 2 * _MAX_UNROLLED_TERMS and not any(
-            chooses(s.value) for s in sums
-        )
+        terms = _terms(self.box) * count * len(rows) * len(sums)
+        is_short = terms <= 2 * _MAX_UNROLLED_TERMS and not any(chooses(s.value) for s in sums)
         self._reduce(group, list(self.box.reduced), is_short, start, lanes)
         for row, slots in group:
             for i, accumulators in enumerate(slots):

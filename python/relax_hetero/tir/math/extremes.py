@@ -34,11 +34,19 @@ def is_nan(x: Expr) -> Expr:
 
     TVM simplifies ``x != x`` to false, and generates one call per lane for ``isnan`` of a vector.
     """
-    dtype, lanes = str(x.ty.dtype).partition("x")[0], x.ty.dtype.lanes
-    integer, infinity = _BITS[dtype]
-    raw = tirx.reinterpret(tvm.ir.PrimType(vector_type(integer, lanes)), x)
-    kind = str(raw.ty.dtype)
-    return tirx.bitwise_and(raw, tirx.const(tirx.max_value(integer).value, kind)) > tirx.const(infinity, kind)
+    return _exceeds_infinity(_bits_of(x), x)
+
+
+def _bits_of(x: Expr) -> Expr:
+    integer, _ = _BITS[str(x.ty.dtype).partition("x")[0]]
+    return tirx.reinterpret(tvm.ir.PrimType(vector_type(integer, x.ty.dtype.lanes)), x)
+
+
+def _exceeds_infinity(bits: Expr, x: Expr) -> Expr:
+    """Return whether the bits of `x`, as an integer of at least its size, are those of NaN."""
+    integer, infinity = _BITS[str(x.ty.dtype).partition("x")[0]]
+    kind = str(bits.ty.dtype)
+    return tirx.bitwise_and(bits, tirx.const(tirx.max_value(integer).value, kind)) > tirx.const(infinity, kind)
 
 
 _BITS = {
@@ -82,8 +90,14 @@ def is_maximum(value: Expr) -> bool | None:
     inner = value.false_value if isinstance(value, tirx.Select) else None
     if not isinstance(inner, tirx.Select) or not isinstance(inner.condition, (tirx.GT, tirx.LT)):
         return None
-    expected = (maximum if isinstance(inner.condition, tirx.GT) else minimum)(inner.true_value, inner.false_value)
-    return isinstance(inner.condition, tirx.GT) if tvm_ffi.structural_equal(value, expected) else None
+    a, b = inner.true_value, inner.false_value
+    if "float" not in str(a.ty.dtype):
+        return None
+    expected = (maximum if isinstance(inner.condition, tirx.GT) else minimum)(a, b)
+    # TVM widens the integers in conditions of kernels that it makes of TE.
+    wide = tirx.Select(_exceeds_infinity(_bits_of(a).astype("int64"), a), a, inner)
+    is_extreme = any(tvm_ffi.structural_equal(value, each) for each in (expected, wide))
+    return isinstance(inner.condition, tirx.GT) if is_extreme else None
 
 
 def operands(value: Expr) -> tuple[Expr, Expr]:

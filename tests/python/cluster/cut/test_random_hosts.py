@@ -73,8 +73,9 @@ def test_a_symbolic_batch(case: int):
     check_model(model, calls, draw, 4)
 
 
-@pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=pytest.mark.slow) for case in range(1, 6))])
-@pytest.mark.parametrize("make", ["encoder_layer", pytest.param("residual_network", marks=pytest.mark.slow)])
+@pytest.mark.slow  # cuts do not depend on types
+@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("make", ["encoder_layer", "residual_network"])
 def test_quantized(make: str, case: int):
     draw = random.Random(fresh_seed())
     model = quantized_graphs.quantized(getattr(quantized_graphs, make))

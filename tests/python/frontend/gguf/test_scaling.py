@@ -188,9 +188,11 @@ def test_the_commands_of_the_document(large, runner, tmp_path, monkeypatch):
 
 def test_layers_are_measured(runner, tmp_path, monkeypatch):
     """Ratios of decode steps and of a prompt, on a CPU device of one core; two work at the same time."""
-    path = write_gguf(tmp_path / "model.gguf", replace(MODELS["llama"], layers=4), "F16")
+    path = write_gguf(tmp_path / "model.gguf", replace(MODELS["llama"], layers=4), "F32")
     core, sizes = json.dumps({"kind": "llvm", "num-cores": 1}), ["--devices", "2", "--texts", "2", "--context", "64"]
     monkeypatch.setattr("relax_hetero.llm.calibrate._MIN_SECONDS", 0)
+    monkeypatch.setattr("relax_hetero.frontend.auto.measure_devices._MIN_MEASURE_SECONDS", 0)
+    monkeypatch.setattr("relax_hetero.frontend.auto.measure_devices._CPU_STREAM_BYTES", 4 << 20)
     found = json.loads(runner("scale", str(path), "--vdevice", core, *sizes, "--measure", "--json"))
     ratios = found["measured_over_expected"]
     assert set(ratios["decode"]) == {"1", "2"} and min(*ratios["decode"].values(), ratios["prefill"]) > 0

@@ -133,6 +133,13 @@ def test_tasks_are_as_many_as_cores():
     assert int(loop.extent) == TARGETS[WIDEST]["num-cores"]
 
 
+@pytest.mark.parametrize("find", [op.argmax, op.argmin])
+def test_a_search_reads_blocks_as_vectors(find: Build):
+    """Not an element of each block at a time, and few statements: nine blocks of 64 elements."""
+    vectors = loops(scheduled(lambda x: find(x, -1), [f32(2, 576)]), tirx.ForKind.VECTORIZED)
+    assert max(int(loop.extent) for loop in vectors) == 16 and len(vectors) < 80
+
+
 @pytest.mark.parametrize("name", VECTOR_NAMES)
 def test_padding_leaves_no_condition_inside_of_the_image(name: str):
     func = scheduled(pool("max", "NHWC", 3, 1, 1), [f32(1, 30, 30, 64)], name)

@@ -98,14 +98,14 @@ def no_collections():
 
 def test_machines_leave_nothing_behind(no_collections):
     exe = rh.compile(Pipeline)
-    use_machines(exe, 20)
+    use_machines(exe, 10)
     before = len(gc.get_objects())
-    references = use_machines(exe, 60)
+    references = use_machines(exe, 30)
     assert not any(reference() for reference in references)
     del references
     gc.collect()
-    # A leak of one object per machine, or per call, would be 60 of them.
-    assert len(gc.get_objects()) - before < 40
+    # A leak of one object per machine, or per call, would be 30 of them.
+    assert len(gc.get_objects()) - before < 20
 
 
 @pytest.mark.timing
