@@ -134,13 +134,14 @@ def scale_command(
         fleet = replace(fleet, shared_bandwidth=median(rates))
     limit = memory_limits(memory_limit, vdevices[:1]).get(0)
     fitting = arrangements(file, sizes, cache, vdevices[0], costs, fleet, texts, limit, calibration, counts)
+    is_link_known = link is not None or devices == 1 or not is_alone(vdevices)
     if as_json:
         measured = None if calibration is None else asdict(calibration)
         rows = [each.to_json() for each in fitting]
-        figures = {"figures": costs.figures, "measured_over_expected": measured, "shared_bandwidths": rates}
+        sources = costs.figures if is_link_known else f"{costs.figures}, links from tables"
+        figures = {"figures": sources, "measured_over_expected": measured, "shared_bandwidths": rates}
         print_json({**figures, "arrangements": rows})
     else:
-        is_link_known = link is not None or devices == 1 or not is_alone(vdevices)
         show(_tables(fitting, model.name, costs, fleet, calibration, rates, is_link_known))
 
 

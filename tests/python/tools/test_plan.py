@@ -166,6 +166,9 @@ def test_limits_decide_how_many_stages_share_layers(large: Path, monkeypatch: py
     assert layers == sorted(layers) and 20 < layers.count("cuda[0:4]") < 28 and layers[-1] == "cuda[4:8]"
     assert all(0 <= use.left for use in limited.devices)
     assert "layers shared by 4 devices, in 2 stages" in limited.parts[1].reason
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: gpu < 4)
+    alone = planned_on_gpus(large, "auto", needed * 3 // 4, count=8)
+    assert "in 2 stages would take" in alone.excluded and "cuda:4 does not access the memory of cuda:5" in alone.excluded
     monkeypatch.setattr(
         "relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: abs(gpu - peer) < 2
     )

@@ -150,7 +150,6 @@ class CostModel:
         they work concurrently with at most an equal share each. (A device with more cores belongs to another machine
         and keeps them, as do devices on hosts.) Vdevices of one physical device always take turns.
 
-
         Parameters
         ----------
         vdevices : sequence of tvm.relax.VDevice
@@ -291,8 +290,7 @@ def with_figures_of(model: CostModel, vdevice: tvm.relax.VDevice) -> CostModel:
     if figures is None:
         return model
     of_all = dict.fromkeys(range(len(model.devices)), figures.devices[0])
-    measured = _with_measurements(model, replace(figures, devices=of_all))
-    return replace(measured, figures=f"{measured.figures}, links from tables")
+    return _with_measurements(model, replace(figures, devices=of_all))
 
 
 def _with_measurements(model: CostModel, figures: Figures) -> CostModel:

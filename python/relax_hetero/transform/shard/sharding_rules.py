@@ -364,8 +364,7 @@ def _concat(op: OpCall) -> OpPlan | None:
         own = operand.sharding.segments if operand.sharding is not None and operand.sharding.axis == axis else ()
         operands.append(Sharding(axis, own))
         segments += own or (known(operand.shape[axis]) or 0,)
-    result = Sharding(axis, tuple(segments))
-    return None if not result.divides(op.shapes[0], op.count) else OpPlan(operands, [result])
+    return OpPlan(operands, [Sharding(axis, tuple(segments))])
 
 
 @_of_split

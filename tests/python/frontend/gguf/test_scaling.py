@@ -242,13 +242,15 @@ def test_of_a_device_alone_only_the_link_is_assumed(large, runner, monkeypatch):
     monkeypatch.setattr("relax_hetero.frontend.auto.auto_placement.are_present", lambda vdevices: False)
     vdevices, costs, fleet = fleet_of(GPU, 1, 8, SLOW)
     assert [int(vdevice.vdevice_id) for vdevice in vdevices] == [0, 1]
-    assert [cost.bandwidth for cost in costs.devices] == [3e12, 3e12] and costs.figures == "measured, links from tables"
+    assert [cost.bandwidth for cost in costs.devices] == [3e12, 3e12] and costs.figures == "measured"
     assert fleet.link.bandwidth == CostModel.for_vdevices(vdevices).links[0, 1].bandwidth
     common = ["scale", str(large[0]), "--vdevice", json.dumps(GPU), "--devices", "2", "--memory-limit", "80GiB"]
     shown = " ".join(runner(*common).split())
     assert "Rates were measured" in shown
     assert "found 1 of these devices in this machine, expected 2 to measure it; give it as --link GB/S" in shown
     assert "expected 2" not in runner(*common, "--link", "200", "5")
+    assert json.loads(runner(*common, "--json"))["figures"] == "measured, links from tables"
+    assert json.loads(runner(*common, "--link", "200", "5", "--json"))["figures"] == "measured"
 
 
 @pytest.fixture
