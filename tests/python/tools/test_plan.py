@@ -168,7 +168,7 @@ def test_limits_decide_how_many_stages_share_layers(large: Path, monkeypatch: py
     assert "layers shared by 4 devices, in 2 stages" in limited.parts[1].reason
     monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: gpu < 4)
     alone = planned_on_gpus(large, "auto", needed * 3 // 4, count=8)
-    assert "in 2 stages would take" in alone.excluded and "cuda:4 does not access the memory of cuda:5" in alone.excluded
+    assert re.search("in 2 stages would take .*cuda:4 does not access the memory of cuda:5", alone.excluded)
     monkeypatch.setattr(
         "relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: abs(gpu - peer) < 2
     )
