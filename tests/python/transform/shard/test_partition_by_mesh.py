@@ -202,6 +202,7 @@ def test_parameters_in_parts():
     assert [[int(extent) for extent in field.shape.values] for field in main.ret_ty.fields] == [[4, 8], [4, 8], [4, 8]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
