@@ -49,9 +49,12 @@ def quantized_matmul_kernel(
     Raises
     ------
     EncodingError
-        If the GPU lacks tensor cores for 16-bit floats, blocks are not a multiple of 16, or 16-bit floats as weights do
-        not fit the left operand.
+        If the GPU lacks tensor cores for 16-bit floats, blocks are not a multiple of 16, 16-bit floats as weights do
+        not fit the left operand, or a result is sent that cannot be (`sends_words`).
     """
+    if problem.sent is not None and not sends_words(problem, gpu):
+        expected = f"a static one of float32 for a short sum, at most {GROUP_COLUMNS} rows of a multiple of 4 columns"
+        raise EncodingError(f"block_matmul on {gpu.arch}: result {problem.result} is sent, expected {expected}")
     if not gpu.has_ptx:
         return simt_quantized_matmul_kernel(problem)
     dtype = problem.lhs_type
