@@ -72,7 +72,7 @@ def test_against_float64(name):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["more pages than stages", "sinks"])
+@pytest.mark.parametrize("name", ["more pages than stages", "sinks", "blocks of a cluster without a result"])
 def test_teams_of_warps_split_the_pages_of_a_block(name):
     chosen, split = CASES[name]
     call = Call(chosen, fresh_rng())
