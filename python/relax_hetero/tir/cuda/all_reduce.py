@@ -912,11 +912,11 @@ def _write_long(own: RankReduce, buffers: _Buffers, is_sent: bool) -> None:
 def _write_short(own: RankReduce, buffers: _Buffers, is_sent: bool) -> None:
     """Write the body of the kernel of a short operand, whose words have a place of their own, zero when they arrive.
 
-    It reads constants before the kernels before have ended. Words may be read, too, which saves nothing: on an H200, a
-    product of 32 rows by 7168 x 4096 took 19.5 us, not 16.4, while the sum's kernel loaded words. If that begins when
-    the product has issued its last loads, and takes this GPU's numbers from its slot, too, so that it waits for words
-    alone, the product takes 17.1 us, not 15.9, the sum 2.3, not 3.1, and a layer on two H200s 79.2, not 79.4; of one
-    row 66.4, not 66.2.
+    It reads constants before the kernels before have ended. To read words then, too, saves nothing: on an H200, a
+    product of 32 rows by 7168 x 4096 took 19.5 us, not 16.4, while the sum's kernel loaded words. Where the sum began
+    after the product's last loads, and read this GPU's numbers as words, too, instead of waiting for the product, the
+    product took 17.1 us, not 15.9, and the sum 2.3, not 3.1: a layer of 32 rows on two H200s took 79.2 us, not 79.4,
+    and one of one row 66.4, not 66.2.
     """
     reduce, ranks, template = own.reduce, own.reduce.ranks, _template(own)
     addresses = [T.bind(buffers.bases[int64(each)]) for each in range(ranks)]

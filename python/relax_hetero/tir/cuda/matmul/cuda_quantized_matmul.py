@@ -114,7 +114,7 @@ def sends_words(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> bool:
     sizes = [extent for extent in extents if isinstance(extent, int)]
     if not (gpu.overlaps_launches and is_plain and len(sizes) == len(extents)) or problem.experts:
         return False
-    ranks = 2 if problem.sent is None else problem.sent.ranks
+    ranks = 2 if problem.sent is None else problem.sent.ranks  # sums of two GPUs are short up to most bytes
     is_few = prod(sizes[:-1]) <= GROUP_COLUMNS and AllReduce(tuple(sizes), ranks).is_short
     return is_few and sizes[-1] % 4 == 0
 

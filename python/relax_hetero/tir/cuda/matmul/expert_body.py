@@ -253,7 +253,7 @@ class StagedSumWork(SumWork):
         self.shared_bytes = self.stages_at + self.plan.warps * self.plan.stages * self.stage_bytes
 
 
-class _StagedRows(_ExpertRows):
+class _WarpRows(_ExpertRows):
     """Rows of a token's experts, each of which its warp loads for itself."""
 
     def hold(self) -> None:
@@ -298,7 +298,7 @@ class StagedSumBody(SumBody):
         self.weights = StagedFragments(self.work, self.packed, self.lane, self.high)
 
     def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
-        rows = _StagedRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
+        rows = _WarpRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
         rows.expert = self.own
         return rows
 
