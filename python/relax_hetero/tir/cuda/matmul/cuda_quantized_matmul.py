@@ -54,6 +54,7 @@ def quantized_matmul_kernel(
     """
     if problem.sent is not None and not sends_words(problem, gpu):
         expected = f"a static one of float32 for a short sum, at most {GROUP_COLUMNS} rows of a multiple of 4 columns"
+        expected += ", without experts, on a GPU with programmatic dependent launch"
         raise EncodingError(f"block_matmul on {gpu.arch}: result {problem.result} is sent, expected {expected}")
     if not gpu.has_ptx:
         return simt_quantized_matmul_kernel(problem)
