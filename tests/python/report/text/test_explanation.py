@@ -64,6 +64,7 @@ def test_every_op_is_printed_with_its_reason(sections: tuple[str, ...]):
 def test_an_op_over_a_mesh_is_listed_once_with_its_devices():
     """Its parts on further devices are ``y@1``, ``y@2``; other values of one name, or on other devices, are rows."""
     placed = [("y", 0), ("y@1", 1), ("z@1", 1), ("z@3", 3), ("a", 0), ("a", 1), ("b", 0), ("b@1", 0), ("y@2", 2)]
+    placed += [("c", 2), ("c@1", 3)]
     entries = [entry("op", name, f"cuda:{device}", 16) for name, device in placed]
     targets = {f"cuda:{device}": '{"kind":"cuda","arch":"sm_90"}' for device in range(4)}
     shown = shown_of(Explanation("m", targets, entries), "ops")
@@ -73,8 +74,9 @@ def test_an_op_over_a_mesh_is_listed_once_with_its_devices():
         ["z@1", "relax.add", "each of cuda:1, cuda:3"],
         *(["a", "relax.add", "cuda:0"], ["a", "relax.add", "cuda:1"]),
         *(["b", "relax.add", "cuda:0"], ["b@1", "relax.add", "cuda:0"]),
+        ["c", "relax.add", "each of cuda[2:4]"],
     ]
-    assert "9 ops on 4 devices" in shown
+    assert "11 ops on 4 devices" in shown
 
 
 def test_all_is_every_section():
