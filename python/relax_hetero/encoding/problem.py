@@ -112,7 +112,7 @@ class SentSum:
 class MatmulProblem:
     """A matrix product: ``result = rows(epilogue(init + sum over k of lhs * rhs))``.
 
-    Parameters of its kernel, in order: lhs, rhs, second (if any), addresses (if it sends tiles), init (if any),
+    Parameters of its kernel, in order: lhs, rhs, second (if any), addresses (if it is sent), init (if any),
     operands of the epilogue and of the rows, result.
 
     Attributes

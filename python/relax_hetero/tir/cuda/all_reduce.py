@@ -104,7 +104,8 @@ _ROW_THREADS = (WARP, 128, 256, 512, _MAX_THREADS)
 _SHORTEST_SECONDS = 2.5e-6
 """Time of the shortest all-reduce in a graph (`apps/bench/collectives.py`, two H200s)."""
 _FLAG_SECONDS = 4.6e-6
-"""Time by which the flags of a long one exceed that (16 KB, 8 MB and 32 MB took 2.2, 30.6 and 102 us)."""
+"""Time by which the flags of a long one exceed that: 8 MB and 32 MB took 30.6 and 102 us there, so that bytes take 24
+us of 8 MB, and 6.8 us are left, where 16 KB took 2.2."""
 
 _MAX_VECTORS = 4
 """Maximum registers of a thread for a row, in fours of numbers."""
@@ -911,11 +912,11 @@ def _write_long(own: RankReduce, buffers: _Buffers, is_sent: bool) -> None:
 def _write_short(own: RankReduce, buffers: _Buffers, is_sent: bool) -> None:
     """Write the body of the kernel of a short operand, whose words have a place of their own, zero when they arrive.
 
-    It reads constants before the kernels before have ended. Words may be read, too, which saves nothing: on an H200, a
-    product of 32 rows by 7168 x 4096 took 19.5 us, not 16.4, while the sum's kernel loaded words. If that begins when
-    the product has issued its last loads, and takes this GPU's numbers from its slot, too, so that it waits for words
-    alone, the product takes 17.1 us, not 15.9, the sum 2.3, not 3.1, and a layer on two H200s 79.2, not 79.4; of one
-    row 66.4, not 66.2.
+    It reads constants before the kernels before have ended. To read words then, too, saves nothing: on an H200, a
+    product of 32 rows by 7168 x 4096 took 19.5 us, not 16.4, while the sum's kernel loaded words. Where the sum began
+    after the product's last loads, and read this GPU's numbers as words, too, instead of waiting for the product, the
+    product took 17.1 us, not 15.9, and the sum 2.3, not 3.1: a layer of 32 rows on two H200s took 79.2 us, not 79.4,
+    and one of one row 66.4, not 66.2.
     """
     reduce, ranks, template = own.reduce, own.reduce.ranks, _template(own)
     addresses = [T.bind(buffers.bases[int64(each)]) for each in range(ranks)]

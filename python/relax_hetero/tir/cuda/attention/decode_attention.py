@@ -225,7 +225,7 @@ class _Decode:
             received = self.shared.at(self._received_at)
             ptx.barrier_init(received, 1)
             ptx.barrier_init_fence()
-            own_items = T.truncdiv(self.items - 1 - self.tensors.rank, self.split) + 1
+            own_items = T.truncdiv(self.items + self.split - 1 - self.tensors.rank, self.split)
             ptx.barrier_expect(received, own_items * (self.split * _PART_BYTES))
 
     def _combine(self, thread: Expr, factor: float) -> None:

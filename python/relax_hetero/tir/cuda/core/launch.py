@@ -40,7 +40,7 @@ def launch(
         A multiple of `cluster`.
     cluster : int
         Blocks of a cluster: 1 to 8.
-    moves_registers : bool
+    reallocates_registers : bool
         Whether warpgroups reallocate registers (`ptx.set_max_registers`).
     min_blocks_per_sm : int
         Minimum resident blocks of a multiprocessor (launch bound); 0: unbounded.

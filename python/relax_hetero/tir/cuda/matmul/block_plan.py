@@ -159,7 +159,7 @@ def _staged_sum_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget, used: int)
     after gate and up, 10.7 with weights in registers; on each of two GPUs 4.2 and 8.0. In 4 bits (Q4_K) it takes 8.9 us
     by stages, as many instructions unpack weights after the wait, and 4.7 with weights in registers.
     """
-    chunk, parts, extents = chunk_of(problem.bits), parts_of(problem), problem.result.shape[:-1]
+    chunk, extents = chunk_of(problem.bits), problem.result.shape[:-1]
     blocks = -(-problem.columns // FRAGMENT_COLUMNS) * prod(extent for extent in extents if isinstance(extent, int))
     is_few = all(isinstance(extent, int) for extent in extents) and blocks <= gpu.multiprocessors
     if not (is_few and gpu.bulk_copies and gpu.overlaps_launches and PARTS[problem.lhs_type] == 1):
@@ -167,14 +167,11 @@ def _staged_sum_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget, used: int)
     if problem.bits < 16 or used > FEW_ROWS_WARPS or problem.rounded or problem.depth % chunk:
         return None
     chunks, chunk_bytes = problem.depth // chunk, WARP * lane_words(problem.bits) * 4
-    choices = [n for n in range(1, chunks + 1) if chunks % n == 0 and not any(n * chunk % part.unit for part in parts)]
-    if not choices:
-        return None
-    stage_chunks = next((n for n in choices if n * chunk_bytes >= MIN_STAGE_BYTES), choices[-1])
-    stage_bytes = stage_chunks * (chunk_bytes + sum(chunk * part.unit_bytes // part.unit for part in parts))
+    choices = (n for n in range(1, chunks) if chunks % n == 0 and n * chunk_bytes >= MIN_STAGE_BYTES)
+    stage_chunks = next(choices, chunks)
     row_bytes = used * 2 * (problem.depth + 2 * _PAD_WORDS) + used * 4 * FRAGMENT_COLUMNS * GROUP_COLUMNS
     capacity = min(int(MAX_STAGED_FRACTION * gpu.shared_bytes_sm), gpu.shared_bytes - _OTHER_BYTES - row_bytes)
-    stages = min(chunks // stage_chunks, capacity // (used * stage_bytes))
+    stages = min(chunks // stage_chunks, capacity // (used * stage_chunks * chunk_bytes))
     return StagedSumPlan(1, 1, used, 1, used, stage_chunks, stages) if stages > 0 else None
 
 
@@ -258,15 +255,6 @@ class BlockWork:
         self.column_tiles = -(-self.tiles // self.product_fragments)
         self.part_list = parts_of(problem)
         self.sums = plan.warps * plan.fragments * self.sum_rows * FRAGMENT_COLUMNS
-
-    def lay_out_stage(self, chunks: int) -> None:
-        """Compute where the weights and parts of some chunks of a column tile are in a stage of shared memory."""
-        # Units of each part in a stage, offsets of the parts, and bytes.
-        self.stage_units = [chunks * self.chunk // part.unit for part in self.part_list]
-        self.part_offsets, self.stage_bytes = list[int](), chunks * self.chunk_bytes
-        for part, units in zip(self.part_list, self.stage_units, strict=True):
-            self.part_offsets.append(self.stage_bytes)
-            self.stage_bytes += units * part.unit_bytes
 
     def units_of_chunk(self, part: Part) -> int:
         """Units of a part that a chunk reads: one for each scale, if it has more than one unit."""

@@ -122,7 +122,7 @@ class LeftRows:
                 ptx.bulk_load(target, source, row_bytes, self._arrived)
         ptx.barrier_wait(self._arrived, tirx.const(0, "int32"))
 
-    def _store_held(self, registers: Expr, row: Expr, k: Expr, words: int) -> None:
+    def _store_held(self, registers: Any, row: Expr, k: Expr, words: int) -> None:
         offset = self.work.held_at + (row * self.work.pitch + tirx.floordiv(k, 2)) * 4
         ptx.store_shared(self.shared.at(offset), [registers[i] for i in range(words)])
 

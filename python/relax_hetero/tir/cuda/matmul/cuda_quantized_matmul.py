@@ -49,9 +49,13 @@ def quantized_matmul_kernel(
     Raises
     ------
     EncodingError
-        If the GPU lacks tensor cores for 16-bit floats, blocks are not a multiple of 16, or 16-bit floats as weights do
-        not fit the left operand.
+        If the GPU lacks tensor cores for 16-bit floats, blocks are not a multiple of 16, 16-bit floats as weights do
+        not fit the left operand, or a result is sent that cannot be (`sends_words`).
     """
+    if problem.sent is not None and not sends_words(problem, gpu):
+        expected = f"a static one of float32 for a short sum, at most {GROUP_COLUMNS} rows of a multiple of 4 columns"
+        expected += ", without experts, on a GPU with programmatic dependent launch"
+        raise EncodingError(f"block_matmul on {gpu.arch}: result {problem.result} is sent, expected {expected}")
     if not gpu.has_ptx:
         return simt_quantized_matmul_kernel(problem)
     dtype = problem.lhs_type
@@ -111,7 +115,7 @@ def sends_words(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> bool:
     sizes = [extent for extent in extents if isinstance(extent, int)]
     if not (gpu.overlaps_launches and is_plain and len(sizes) == len(extents)) or problem.experts:
         return False
-    ranks = 2 if problem.sent is None else problem.sent.ranks
+    ranks = 2 if problem.sent is None else problem.sent.ranks  # sums of two GPUs are short up to most bytes
     is_few = prod(sizes[:-1]) <= GROUP_COLUMNS and AllReduce(tuple(sizes), ranks).is_short
     return is_few and sizes[-1] % 4 == 0
 

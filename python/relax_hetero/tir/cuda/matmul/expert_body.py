@@ -241,19 +241,19 @@ class SumBody(ExpertBody):
 
 
 class StagedSumWork(SumWork):
-    """`SumWork` with the bytes of a warp's stage: weights, and scales, zero points or factors."""
+    """`SumWork` with the stages of its warps, which hold weights of 16 bits."""
 
     plan: StagedSumPlan
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
         """See `BlockWork.share`; a block has one column tile."""
         super().share(gpu, row_tiles, 1, has_points)
-        self.lay_out_stage(self.plan.stage_chunks)
+        self.stage_bytes = self.plan.stage_chunks * self.chunk_bytes
         self.stages_at = ceil_div(self.shared_bytes, 16) * 16
         self.shared_bytes = self.stages_at + self.plan.warps * self.plan.stages * self.stage_bytes
 
 
-class _StagedRows(_ExpertRows):
+class _WarpRows(_ExpertRows):
     """Rows of a token's experts, each of which its warp loads for itself."""
 
     def hold(self) -> None:
@@ -268,14 +268,13 @@ class _StagedRows(_ExpertRows):
             for i, k in enumerate(loads):
                 self._load_halves(registers, int64(self.expert), T.Cast("int64", k), k < depth, 4 * i, 8)
             for i, k in enumerate(loads):
-                offset = self.work.held_at + (self._first_held * self.work.pitch + T.truncdiv(k, 2)) * 4
                 with when(k < depth):
-                    ptx.store_shared(self.shared.at(offset), [registers[4 * i + j] for j in range(4)])
+                    self._store_held([registers[4 * i + j] for j in range(4)], self._first_held, k, 4)
         ptx.warp_barrier()
 
 
 class StagedSumBody(SumBody):
-    """`SumBody` whose warps, one of each expert, copy weights to stages of their own in shared memory.
+    """`SumBody` whose warps, one of each expert, copy weights of 16 bits to stages of their own in shared memory.
 
     Weights in flight take no registers, so that blocks are resident beside those of the launch before, the products of
     gate and up, and load while these end. Warps of pairs of a negative index load nothing, and add 0.
@@ -299,7 +298,7 @@ class StagedSumBody(SumBody):
         self.weights = StagedFragments(self.work, self.packed, self.lane, self.high)
 
     def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
-        rows = _StagedRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
+        rows = _WarpRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
         rows.expert = self.own
         return rows
 
@@ -327,11 +326,7 @@ class StagedSumBody(SumBody):
         begin = T.bind(work.stages_at + stage * work.stage_bytes)
         ptx.barrier_expect(full, work.stage_bytes)
         source = T.address_of(self.weights.weight[(tile * work.chunks + piece * chunks) * (work.chunk_bytes // 4)])
-        ptx.bulk_load(self.shared.at(begin), source, chunks * work.chunk_bytes, full)
-        parts = zip(work.part_list, work.stage_units, work.part_offsets, self.weights.part_data, strict=True)
-        for part, units, offset, data in parts:
-            source = T.address_of(data[(tile * part.units + piece * units) * (8 * part.width)])
-            ptx.bulk_load(self.shared.at(begin + offset), source, units * part.unit_bytes, full)
+        ptx.bulk_load(self.shared.at(begin), source, work.stage_bytes, full)
 
     def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
         work, plan = self.work, self.work.plan
@@ -348,13 +343,10 @@ class StagedSumBody(SumBody):
                 ptx.barrier_wait(self.ring.full(stage), piece // plan.stages % 2)
                 begin = T.bind(work.stages_at + stage * work.stage_bytes)
                 first = piece * plan.stage_chunks
-                if work.is_plain:
-                    for chunk in range(plan.stage_chunks):
-                        self.totals = odd_totals if chunk % 2 else totals
-                        self._multiply_staged(begin, chunk, first)
-                else:  # dequantized one after another, as values of several take more registers
-                    with T.serial(tirx.const(plan.stage_chunks, "int32")) as chunk:
-                        self._multiply_staged(begin, chunk, first)
+                for chunk in range(plan.stage_chunks):
+                    self.totals = odd_totals if chunk % 2 else totals
+                    self.weights.load_staged(self.shared, 0, begin + chunk * work.chunk_bytes, [])
+                    self._multiply_fragment(0, 0, int64((first + chunk) * work.chunk))
                 if piece + plan.stages < pieces:
                     ptx.warp_barrier()
                     with when(tirx.EQ(self.lane, 0)):
@@ -363,11 +355,6 @@ class StagedSumBody(SumBody):
         for number in range(4):
             T.buffer_store(totals, totals[number] + odd_totals[number], [number])
         self._stage_sums(index_in_batch)
-
-    def _multiply_staged(self, stage: Expr, chunk: Expr, first: int) -> None:
-        """Multiply a chunk of a complete stage, whose first chunk of the column tile is `first`."""
-        self.weights.load_chunk(self.shared, stage, chunk, self.work.part_offsets)
-        self._multiply_fragment(0, 0, T.bind(T.Cast("int64", first + chunk) * self.work.chunk))
 
 
 class GroupedWork(BlockWork):

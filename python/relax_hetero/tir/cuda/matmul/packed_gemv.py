@@ -7,7 +7,8 @@ next, and the rows multiplied by ``mma.sync``: columns are its m dimension, rows
 
 In a decode step of a mixture on an H200 (Qwen3-30B-A3B, one text), a row by 2,048 x 5,120 takes 3.0 us after the launch
 before it, 8.3 by `skinny_gemm` (6.9 in a dense model); by 4,096 x 2,048 3.4 and 4.1. On each of two GPUs, by 2,048 x
-2,560 2.7 and 4.3, by 2,048 x 2,048 2.5 and 3.6; of a llama of 8 billion weights, by 2,048 x 4,096 3.0 and 4.8.
+2,560 2.7 and 4.3, by 2,048 x 2,048 2.5 and 3.6; of a llama of 8 billion weights, by 2,048 x 4,096 3.0 and 4.8. (The
+models of `apps/bench/llm_bench/tensor_parallel.py`; differences of kernels' ends, by torch.profiler.)
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
     if lhs.dtype not in HALF_TYPES or rhs.dtype != lhs.dtype or problem.acc_dtype != "float32":
         return f"found {lhs.dtype} * {rhs.dtype} -> {problem.acc_dtype}, expected 16-bit floats and sums of float32"
     if not (lhs.layout.is_identity and rhs.layout.swizzle and all(isinstance(size, int) for size in sizes)):
-        return "rows are row-major, the weight is packed, and all extents are static"
+        return "expected row-major rows, a packed weight, and static extents"
     m, n, k = (int(size) for size in sizes)
     if not 0 < m <= MAX_ROWS or n < 1 or k < 1 or k % TILE_K:
         return f"found {m} rows and a k of {k}, expected at most {MAX_ROWS} and a multiple of {TILE_K}"

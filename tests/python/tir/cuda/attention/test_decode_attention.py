@@ -39,6 +39,7 @@ CASES = {
     ),
     "more pages than stages": (case((200, 191), kv_heads=1, heads=2, rotary="halves", rotated=32), ONE),
     "three blocks of a cluster": (case((263, 30), rotary="halves", rotated=32), 3),
+    "blocks of a cluster without a result": (case((500,), heads=1, kv_heads=1, size=16), 8),
     "sinks": (case((263, 3, 70), heads=6, kv_heads=2, sinks=True, padded=1), 3),
     "sinks, softcap": (case((70,), sinks=True, softcap=2.0, dtype="bfloat16"), ONE),
     "a full tile of heads": (case((64,), heads=16, kv_heads=1, size=16), ONE),
@@ -71,7 +72,7 @@ def test_against_float64(name):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["more pages than stages", "sinks"])
+@pytest.mark.parametrize("name", ["more pages than stages", "sinks", "blocks of a cluster without a result"])
 def test_teams_of_warps_split_the_pages_of_a_block(name):
     chosen, split = CASES[name]
     call = Call(chosen, fresh_rng())

@@ -100,7 +100,10 @@ def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU, is_on_gpu=False, sent=
 def test_the_result_is_sent_to_other_gpus(problem, m, plan, monkeypatch):
     gpu = dataclasses.replace(GPU, multiprocessors=2)
     assert sends_words(problem, gpu) and not sends_words(problem_of(9, 36, 128, "float16", 32), gpu)
-    assert not sends_words(problem_of(3, 37, 128, "float16", 32), gpu), "no whole vectors"
+    ragged = problem_of(3, 37, 128, "float16", 32)
+    assert not sends_words(ragged, gpu), "no whole vectors"
+    with pytest.raises(EncodingError, match="is sent, expected a static one of float32 for a short sum"):
+        quantized_matmul_kernel(dataclasses.replace(ragged, sent=SENT), gpu)
     problem = dataclasses.replace(problem, sent=SENT)
     check(problem, m, plan, gpu=gpu, sent=SentWords(monkeypatch, (m, problem.columns)))
 
