@@ -242,7 +242,7 @@ def _native_config(backend: CudaBackend, index: int) -> dict[str, object]:
 
     backend.load()
     device = tvm.cuda(index)
-    if not device.exist and (count := backend.count()):
+    if not device.exist and 0 < (count := backend.count()) <= index:
         first = _native_config(backend, 0)
         _log.warning(
             "cuda:%d: found %d %s in this machine, expected %d; code for the absent one is compiled for %s, as for "

@@ -23,7 +23,7 @@ ROUTING = "relax_hetero.routing"
 
 _MIN_PARALLEL_ROWS = 32
 
-_LEAST_TOTAL = 1e-20  # least sum of sigmoids, as in DeepSeek V3
+_MIN_TOTAL = 1e-20  # minimum sum of sigmoids, as in DeepSeek V3
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class RoutingProblem:
         if not (self.normalizes or self.is_softmax):
             return share
         # All chosen sigmoids may be 0.
-        return share / (total if self.is_softmax else T.max(total, T.float32(_LEAST_TOTAL)))
+        return share / (total if self.is_softmax else T.max(total, T.float32(_MIN_TOTAL)))
 
 
 class RoutingTensors:

@@ -163,7 +163,7 @@ class ProfileRecorder:
     def __init__(
         self,
         metadata: Metadata,  # metadata of the machine's executable
-        devices: Sequence[runtime.Device],  # the machine's
+        devices: Sequence[runtime.Device],  # devices of the machine
         regions: RegionCalls | None = None,  # command buffers whose kernels are measured instead of the whole
     ) -> None:
         self._metadata, self._regions = metadata, regions
@@ -294,8 +294,8 @@ class MeshRecorder(ProfileRecorder):
     def __init__(
         self,
         metadata: Metadata,  # metadata of the machine's executable
-        devices: Sequence[runtime.Device],  # the machine's
-        graphs: Sequence[CudaGraph],  # the machine's, which time their kernels
+        devices: Sequence[runtime.Device],  # devices of the machine
+        graphs: Sequence[CudaGraph],  # graphs of the machine, which time their kernels
         library: CudaLibrary,  # CUDA's driver
     ) -> None:
         super().__init__(metadata, devices)

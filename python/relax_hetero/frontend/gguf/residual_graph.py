@@ -12,7 +12,7 @@ from tvm import relax
 from .feed_forward_graph import FeedForwardGraph
 from .graph_ops import scalar
 
-_LEAST_SQUARE = 1e-5  # least mean of squares of a new stream
+_MIN_MEAN_SQUARE = 1e-5  # minimum mean of squares of a new stream
 
 
 class ResidualGraph(FeedForwardGraph):
@@ -77,7 +77,7 @@ class ResidualGraph(FeedForwardGraph):
         results = []
         for stream, part in zip(streams, parts, strict=True):
             product = self._linear(stream, part, size, size, f"{name}_{part}")
-            square = relax.op.maximum(self._mean_square(product, f"{name}_{part}"), scalar(_LEAST_SQUARE))
+            square = relax.op.maximum(self._mean_square(product, f"{name}_{part}"), scalar(_MIN_MEAN_SQUARE))
             factor = self.emit(relax.op.rsqrt(self.emit(square, f"{name}_{part}.least")), f"{name}_{part}.inverse")
             factor = self.emit(factor * magnitude, f"{name}_{part}.factor")
             results.append(self.emit(product * factor, f"{name}_{part}.scaled"))

@@ -200,8 +200,8 @@ class Arrangement:
 def arrangements(
     file: GgufFile,
     model: Hyperparameters,
-    # For its context and chunks; replicas have as many sequences as texts, and decode as many rows as their stages have
-    # at a time.
+    # Gives the context and the chunks; replicas have as many sequences as texts, and decode as many rows as their
+    # stages have at a time.
     cache: PagedCache,
     vdevice: tvm.relax.VDevice,  # a device of the fleet
     costs: CostModel,  # cost model of that device alone

@@ -26,7 +26,7 @@ from ..ir.rewriting import op_name
 from ..partition.device_partition import BindingDevices, DevicePartition
 from .kernel_calls import KernelCall, KernelCalls
 
-MIN_RUN_CALLS = 2  # kernels of a run at least: a command buffer of one kernel saves no call
+MIN_RUN_CALLS = 2  # minimum kernels of a run: a command buffer of one kernel saves no call
 
 MAX_CALLS = 256
 """Kernels of a run at most. LLVM's time grows faster than the length of a host function and the number of its tensors,

@@ -277,7 +277,7 @@ class CachedCall:
     # Values computed once for all calls with these fingerprints (`driver.link.repeated_calls`), if `has_shared`.
     shared: tuple[Any, ...] = ()
     has_shared: bool = False  # whether they are computed
-    is_plain: bool = False  # whether they are, and calls need nothing else besides the arguments
+    is_plain: bool = False  # whether `shared` is computed, and calls need only it and the arguments
     pool_epoch: int = -1  # `PoolWatch.epoch` in which its extents were last noted; -1 before
 
     def determines_output_shape(self, signature: FunctionSignature) -> bool:

@@ -109,7 +109,7 @@ class MatrixOperand:
 
 def multiply_by_rows(
     sums: RegisterTile,
-    # left, right: tile and first row: of the warp's 16 rows, and of ``sums.columns`` rows.
+    # left, right: a tile and the first row in it, of the warp's 16 rows and of ``sums.columns`` rows.
     left: tuple[SharedTile, Expr],
     right: tuple[SharedTile, Expr],
     width_bytes: int,  # bytes of k
