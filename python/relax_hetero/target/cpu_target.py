@@ -85,7 +85,7 @@ class CpuTarget:
         On a Zen 4, a prefetch just before the read makes the CPU's own prefetcher follow a panel of weights: a row by
         120 MB of q4_k reads 31 GB/s with distances of 64 to 512 bytes, 24 with 2,048, 11 without.
 
-        On a Zen 5, a row by 8 MB of f16 reads 39 GB/s in order, 33 from four places at a time (from the L3 cache, 66
+        On a Zen 5, a row by 8 MB of f16 reads 41 GB/s in order, 33 from four places at a time (from the L3 cache, 66
         and 88), and 26 from four without prefetches; 8 rows by them take 0.27 ms, which is the time of their
         multiply-adds, 0.4 with a distance of 2,048, and 0.65 without, or 0.73 if the weights do not begin at a multiple
         of 256 bytes; 32 rows 1.07 and 1.2 ms, 256 rows 9.5 and 9.6. A row by 2.4 MB of q4_k takes 0.06 ms, and 0.07

@@ -166,10 +166,13 @@ def _may_follow_tail_call(value: relax.Expr) -> bool:
     if not isinstance(value, relax.Call) or not isinstance(value.op, relax.ExternFunc):
         return False
     callee = str(value.op.global_symbol)
-    if callee != _CHECK_BUILTINS[0]:
-        return callee in _CHECK_BUILTINS
-    rank = int(value.args[2].value)
-    return all(int(code.value) != _STORE_TO_HEAP for code in value.args[3 : 3 + 2 * rank : 2])
+    return callee in _CHECK_BUILTINS and not (callee == _CHECK_BUILTINS[0] and stores_extents(value))
+
+
+def stores_extents(match: relax.Call) -> bool:
+    """Return whether a call of match_shape (tensor, heap, rank, pairs of code and number) stores an extent."""
+    rank = int(match.args[2].value)
+    return any(int(code.value) == _STORE_TO_HEAP for code in match.args[3 : 3 + 2 * rank : 2])
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,13 @@ from ...transform.ir.rewriting import (
     sequence,
     walk_bindings,
 )
+from .link import stores_extents
 
 _HEAP, _NO_HEAP = "vm.builtin.alloc_shape_heap", "relax.null_value"
 _CHECK, _MATCH = "vm.builtin.check_tensor_info", "vm.builtin.match_shape"
 _SHARED = ("vm.builtin.make_prim_value", "vm.builtin.make_shape", "vm.builtin.tuple_getitem")
 """Calls whose results depend only on constants, sizes and types."""
 _MAKE_TENSOR = ("relax.vm.alloc_tensor", "vm.builtin.reshape")  # calls that make a tensor of a given shape
-_STORE = 1  # the code by which `_MATCH` stores an extent (MatchShapeCode::kStoreToHeap in TVM's sources)
 
 
 def with_repeated_calls(mod: tvm.IRModule, names: Iterable[str]) -> tuple[tvm.IRModule, tuple[RepeatedCall, ...]]:
@@ -116,7 +116,7 @@ def _split(func: relax.Function, mod: tvm.IRModule) -> _Parts | None:
         callee, operands = _callee(value), _variables(value)
         if callee in (_HEAP, _NO_HEAP):
             heaps.add(var)
-        elif callee == _MATCH and value.args[0] in known_shapes and not _stores(value):
+        elif callee == _MATCH and value.args[0] in known_shapes and not stores_extents(value):
             continue
         elif not (
             (callee in (_CHECK, _MATCH) and operands <= shared | set(tensors))
@@ -143,12 +143,6 @@ def _computes_sizes(value: relax.Expr, mod: tvm.IRModule, shared: set[relax.Var]
     if not isinstance(value, relax.Call) or not isinstance(mod.functions.get(value.op), tirx.PrimFunc):
         return False
     return all(arg in heaps or (arg in shared and isinstance(arg.ty, tvm.ir.PrimType)) for arg in value.args)
-
-
-def _stores(match: relax.Call) -> bool:
-    """Return whether a call of `_MATCH` (tensor, heap, rank, pairs of code and number) stores an extent."""
-    rank = int(match.args[2].value)
-    return any(int(code.value) == _STORE for code in match.args[3 : 3 + 2 * rank : 2])
 
 
 def _tensors(func: relax.Function) -> list[relax.Var]:

@@ -775,6 +775,19 @@ def supports(count: int, dtype: str) -> bool:
     return dtype == "float32" and count % 4 == 0 and 0 < count < 1 << 31
 
 
+def sends_short(shape: Sequence[int], sent: SentSum | None) -> bool:
+    """Return whether a product's result is an operand of a short sum.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Extents of the result, of float32.
+    sent : SentSum, optional
+        The sum; None if it is not known yet: that of two GPUs, which are short up to the most bytes.
+    """
+    return AllReduce(tuple(shape), 2 if sent is None else sent.ranks).is_short
+
+
 def max_short_bytes(ranks: int) -> int:
     """Maximum bytes of an operand that every GPU adds; of a longer one, each adds its part of the rows.
 

@@ -24,7 +24,7 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, local
-from ..tile.ring import BARRIER_BYTES
+from ..tile.ring import Ring
 from ..tile.softmax import SplitSums, as_bits
 from .attention_plan import MMA_WARPS, PARTIAL_BYTES, WARP_ROWS, AttentionPlan, decode_plan
 from .attention_tensors import (
@@ -172,10 +172,9 @@ class _Decode:
         own.reserve_all(self.teams)
         self.items = self.num_heads * self.quads
         self.items_per_block = ceil_div(self.items, self.split)
-        self.parts_at = self._received_at = 0
         if self.split > 1:
             self.parts_at = shared.reserve(self.items_per_block * self.split * PARTIAL_BYTES)
-            self._received_at = shared.reserve(BARRIER_BYTES, BARRIER_BYTES)
+            self.exchange = Ring(shared, 1, producers=1)
         # The warps' results reuse the memory of pages.
         self.warps = PartialResults(own, self.source.offset, MMA_WARPS * self.num_heads, tensors.problem.size)
         assert self.warps.size <= tensors.plan.stages * tensors.page_bytes
@@ -222,11 +221,10 @@ class _Decode:
     def _expect_parts(self, thread: Expr) -> None:
         """Initialize the barrier of the results that the blocks of the cluster send to this one."""
         with when(thread == 0):
-            received = self.shared.at(self._received_at)
-            ptx.barrier_init(received, 1)
+            self.exchange.initialize()
             ptx.barrier_init_fence()
             own_items = T.truncdiv(self.items + self.split - 1 - self.tensors.rank, self.split)
-            ptx.barrier_expect(received, own_items * (self.split * _PART_BYTES))
+            ptx.barrier_expect(self.exchange.full(0), own_items * (self.split * _PART_BYTES))
 
     def _combine(self, thread: Expr, factor: float) -> None:
         """Combine the results of warps, then those of blocks, four columns per thread and iteration."""
@@ -244,7 +242,7 @@ class _Decode:
                 (self._store if split == 1 else self._send)(warps, item)
         if split == 1:
             return
-        ptx.barrier_wait(self.shared.at(self._received_at), 0)
+        ptx.barrier_wait(self.exchange.full(0), 0)
         blocks = SplitSums(split, factor)
         with T.serial(ceil_div(self.items_per_block, self.threads)) as iteration:
             number = T.bind(iteration * self.threads + thread)
@@ -260,8 +258,8 @@ class _Decode:
     def _send(self, parts: SplitSums, item: Expr) -> None:
         """Send four columns of this block to the block that stores them."""
         target = self.parts_at + (tirx.floordiv(item, self.split) * self.split + self.tensors.rank) * PARTIAL_BYTES
-        for number, offset in enumerate((target, self._received_at)):
-            address = T.bind(ptx.shared_address(self.shared.at(offset)))
+        for number, pointer in enumerate((self.shared.at(target), self.exchange.full(0))):
+            address = T.bind(ptx.shared_address(pointer))
             ptx.remote_address(self._remote[number], address, tirx.floormod(item, self.split))
         words = [as_bits(parts.total[i]) for i in range(4)], [as_bits(parts.state[i]) for i in range(2)]
         for offset, each in zip((0, 16), words, strict=True):

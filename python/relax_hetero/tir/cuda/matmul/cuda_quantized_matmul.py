@@ -24,7 +24,7 @@ from ....encoding.problem import QuantizedMatmulProblem
 from ....errors import EncodingError
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Function, int64
-from ..all_reduce import AllReduce
+from ..all_reduce import sends_short
 from ..core import ptx
 from ..core.launch import LATE_WAIT, SharedMemory, enable_pdl, launch
 from ..core.operand import GpuOperand
@@ -115,8 +115,7 @@ def sends_words(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> bool:
     sizes = [extent for extent in extents if isinstance(extent, int)]
     if not (gpu.overlaps_launches and is_plain and len(sizes) == len(extents)) or problem.experts:
         return False
-    ranks = 2 if problem.sent is None else problem.sent.ranks  # sums of two GPUs are short up to most bytes
-    is_few = prod(sizes[:-1]) <= GROUP_COLUMNS and AllReduce(tuple(sizes), ranks).is_short
+    is_few = prod(sizes[:-1]) <= GROUP_COLUMNS and sends_short(sizes, problem.sent)
     return is_few and sizes[-1] % 4 == 0
 
 

@@ -40,7 +40,7 @@ from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ...core.view import Coordinates
-from ..all_reduce import AllReduce, send_words, word_places
+from ..all_reduce import send_words, sends_short, word_places
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
 from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, arrive
@@ -179,8 +179,7 @@ def sends_words(problem: MatmulProblem) -> bool:
     are_rows = (lhs.index_map, result.index_map, result.dtype) == (("m", "k"), ("m", "n"), "float32")
     sizes = [size for size in extents if isinstance(size, int)]
     is_static = len(sizes) == 2 and result.layout.is_identity and problem.second is None
-    ranks = 2 if problem.sent is None else problem.sent.ranks  # sums of two GPUs are short up to most bytes
-    return are_rows and is_static and sizes[1] % 4 == 0 and AllReduce(tuple(sizes), ranks).is_short
+    return are_rows and is_static and sizes[1] % 4 == 0 and sends_short(sizes, problem.sent)
 
 
 def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan | None = None) -> tirx.PrimFunc:
