@@ -349,11 +349,13 @@ def test_no_step_begins_ahead_for_requests_that_need_logits(other):
 
 
 def test_a_step_ahead_of_requests_that_end_or_are_cancelled_is_dropped():
-    model = LookAheadToyModel(ends=False)
+    model = LookAheadToyModel(ends=False, context=8192)
     full = CODEC.decode(alone(model, [97], 60))
     with Engine(model, CODEC) as engine:
         stopping = engine.submit("a", SamplingParams(temperature=0, stop_token_ids=(ord(full[9]),)))
-        others = [engine.submit(prompt, SamplingParams(temperature=0, max_tokens=200)) for prompt in prompts(3, 6)]
+        # The cancelled one does not end before it is cancelled, even if this thread waits for a processor.
+        lengths = zip(prompts(3, 6), (8000, 200, 200), strict=True)
+        others = [engine.submit(each, SamplingParams(temperature=0, max_tokens=length)) for each, length in lengths]
         next(iter(others[0]))
         others[0].cancel()
         assert stopping.result(60) == full[: full.index(full[9])] and stopping.finish_reason == "stop"
